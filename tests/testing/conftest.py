@@ -1,5 +1,8 @@
-"""A test class may say which of the kit's cases it wants: ``chosen``, a regular expression; and which of these are marked ``matrix``:
-``matrix``, another one."""
+"""Select the kit's cases for a test class.
+
+A class attribute ``chosen`` is a regular expression of the cases to run. ``matrix`` is one of the
+cases to mark as ``matrix``.
+"""
 
 import re
 
@@ -20,7 +23,6 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=unwanted)
         items[:] = [item for item in items if item not in unwanted]
     for item in items:
-        if (
-            matrix := getattr(getattr(item, "cls", None), "matrix", None)
-        ) is not None and re.search(matrix, item.name):
+        matrix = getattr(getattr(item, "cls", None), "matrix", None)
+        if matrix is not None and re.search(matrix, item.name):
             item.add_marker(pytest.mark.matrix)

@@ -1,11 +1,12 @@
-"""The algorithms of the strategy ``bagua`` conform: equality for gradient_allreduce, the bounds that they declare for the others.
+"""Conformance of the strategy ``bagua``: gradient_allreduce is exact, other algorithms have bounds.
 
-All algorithms of as many ranks share a program. Failures are gradient_allreduce's here; tests/bagua/test_faults.py has them for each
-algorithm.
+All algorithms on equally many ranks share a program. Only gradient_allreduce has cases of failures
+here; tests/bagua/test_faults.py has them for each algorithm.
 
-The bounds hold off what diverges or drifts, and bytegrad's a rank that steps from its own gradients. If each rank has weights of its own,
-the bounds cannot tell whether anything is averaged, because ranks that train alone learn as well here. test_communication tells that
-something is, and tests/bagua, which compares weights with references, that it is the right thing.
+The bounds catch training that diverges or drifts. bytegrad's bound also catches a rank that steps
+with its own gradients. If ranks have different weights, the bounds do not show averaging, because
+ranks that train alone also learn here. test_communication shows that ranks communicate, and
+tests/bagua compares their weights with references.
 """
 
 from collections.abc import Mapping
@@ -17,12 +18,12 @@ from geartrain.testing import StrategyConformance
 
 pytestmark = pytest.mark.timeout(600)
 
-#: The default's cases: those whose results differ between algorithms.
+#: The cases of a default run: their results differ between algorithms.
 OWN = r"equals_one_process\[(sgd|accumulation)\]|identical|communication|apart|buffers|no_sync"
-#: Programs of their own, in which nothing is an algorithm's.
+#: Cases that need more programs and do not depend on the algorithm.
 FAILING = r"error_in|signal|key_on_one_rank"
-#: QAdam refuses clipping, more than one optimizer, and any other optimizer than its own. Its steps are as large however wide a layer is,
-#: so that many_buckets, which has wide ones, diverges, on one rank as on several.
+#: QAdam refuses clipping, several optimizers, and other optimizers. Its step size does not depend
+#: on a layer's width, so many_buckets with its wide layers diverges, also on one rank.
 QADAM = {"class": "geartrain_bagua:QAdamOptimizer", "lr": 0.05, "warmup_steps": 4}
 NOT_FOR_QADAM = r"\[(clipping|two_optimizers|scheduler|many_buckets)\]"
 

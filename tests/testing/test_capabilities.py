@@ -1,4 +1,4 @@
-"""Capabilities: where they come from, what is refused; and what importing the kit costs."""
+"""Capabilities: sources, wrong declarations; and imports of the kit."""
 
 import subprocess
 import sys
@@ -9,13 +9,13 @@ from geartrain import UsageError
 from geartrain_testing.capabilities import SWITCHES, Capabilities
 
 
-def test_of_a_mapping_an_object_and_nothing():
+def test_capabilities_of_a_mapping_an_object_and_none():
     assert Capabilities.of({"no_sync": False}, "x") == Capabilities(no_sync=False)
     assert Capabilities.of(Capabilities(multi_node=False), "x") == Capabilities(multi_node=False)
     assert Capabilities.of(None, "x") == Capabilities()
 
 
-def test_unknown_name_is_an_error_with_whose_and_the_nearest():
+def test_an_unknown_capability_is_an_error_with_the_plugin_and_the_nearest_name():
     with pytest.raises(
         UsageError, match=r"mine\[mine\]: there is no capability 'nosync'\. Did you mean 'no_sync'"
     ):
@@ -36,7 +36,10 @@ def test_switches_are_those_that_are_on_or_off():
 
 
 def test_neither_geartrain_nor_the_programs_import_pytest():
-    code = "import sys, geartrain, geartrain_testing.program, geartrain_testing.scenarios; sys.exit('pytest' in sys.modules)"
+    code = (
+        "import sys, geartrain, geartrain_testing.program, geartrain_testing.scenarios; "
+        "sys.exit('pytest' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

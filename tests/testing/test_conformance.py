@@ -1,4 +1,4 @@
-"""``geartrain conformance NAME``."""
+"""The command ``geartrain conformance NAME``."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from geartrain_testing import command as conformance
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("", ["which strategy", "geartrain conformance NAME"]),
+        ("", ["strategy's name is missing", "geartrain conformance NAME"]),
         ("sngle", ["'sngle'", "'single'"]),
         ("ddp", ["'ddp'", "not installed", "pip install geartrain-ddp"]),
         ("single --without no_such", ["no_such", "no_sync"]),
@@ -23,7 +23,7 @@ from geartrain_testing import command as conformance
         ("scaled --strategy.scale much", ["geartrain-chip[scaled]", "scale"]),
     ],
 )
-def test_what_cannot_be_meant(chip, refused, line, words):
+def test_wrong_conformance_usage_is_refused(chip, refused, line, words):
     message = refused(f"conformance {line}")
     for word in words:
         assert word in message
@@ -37,7 +37,7 @@ COMMAND = (
 )
 
 
-def test_single_conforms_in_what_k_chooses(python, folder, monkeypatch):
+def test_single_passes_the_cases_that_k_chooses(python, folder, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(folder))
     done = python(*COMMAND, "-k", "metadata")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -45,16 +45,14 @@ def test_single_conforms_in_what_k_chooses(python, folder, monkeypatch):
     assert not list(folder.glob("geartrain-conformance-*"))
 
 
-def test_one_that_does_not_conform_exits_with_1_and_says_where_to_look(python, folder, monkeypatch):
+def test_a_failed_case_exits_with_1_and_names_the_folder(python, folder, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(folder))
     done = python(*COMMAND, "--without", "uneven_inputs", "-k", "uneven_inputs")
     assert done.returncode == 1
     assert "uneven_inputs is declared unsupported and works" in done.stdout
     (kept,) = folder.glob("geartrain-conformance-*")
-    assert (
-        f"'single' does not conform, as pytest says above. The test and what it ran: {kept}"
-        in done.stderr
-    )
+    assert "'single' does not conform; pytest printed the failures above." in done.stderr
+    assert f"The tests and their files: {kept}" in done.stderr
     assert "'uneven_inputs': False" in (kept / "test_conformance.py").read_text()
 
 
@@ -75,5 +73,5 @@ def test_deadline_and_quick_reach_the_suite(chip, monkeypatch, command):
         assert case in chosen
 
 
-def test_k_that_chooses_nothing(refused):
-    assert "-k chooses no test" in refused("conformance single --devices 1 -k no_such_case")
+def test_k_without_a_match_is_an_error(refused):
+    assert "-k matches no test" in refused("conformance single --devices 1 -k no_such_case")

@@ -1,4 +1,4 @@
-"""The strategy ``ddp`` conforms, as it is and with its options."""
+"""Conformance of the strategy ``ddp``, with default options and with others."""
 
 from typing import ClassVar
 
@@ -6,14 +6,15 @@ import pytest
 
 from geartrain.testing import StrategyConformance
 
-#: One program runs all scenarios of the first two classes, on the time of the first test that asks for one.
+#: The first test's time includes a program that runs all scenarios of the first two classes.
 pytestmark = pytest.mark.timeout(300)
 
 
 class TestDDP(StrategyConformance):
     strategy = "ddp"
     program = "ddp"
-    matrix = r"error_in\[(?!training_step)|signal\[(?!SIGKILL)"  # tests/ddp/test_faults.py has every phase and signal
+    # tests/ddp/test_faults.py has every phase and signal
+    matrix = r"error_in\[(?!training_step)|signal\[(?!SIGKILL)"
 
 
 class TestDDPWithOptions(StrategyConformance):

@@ -1,4 +1,4 @@
-"""The strategies ``dp`` and ``ddp2`` conform."""
+"""Conformance of the strategies ``dp`` and ``ddp2``."""
 
 import pytest
 
@@ -9,7 +9,7 @@ pytestmark = pytest.mark.timeout(300)
 
 class TestDP(StrategyConformance):
     strategy = "dp"
-    matrix = "error_in|one_device|multi_node|key_on"  # programs of their own
+    matrix = "error_in|one_device|multi_node|key_on"  # each needs more programs
 
 
 @pytest.mark.matrix

@@ -1,4 +1,7 @@
-"""The strategy ``horovod`` conforms, on 2 and on 4 ranks. The learning rate stays as it is: N ranks are compared with one process."""
+"""Conformance of the strategy ``horovod``, on 2 and on 4 ranks.
+
+``scale_lr=False`` keeps the learning rate, because N ranks are compared with one process.
+"""
 
 from typing import ClassVar
 
@@ -7,17 +10,15 @@ import pytest
 from geartrain.testing import StrategyConformance
 
 pytest.importorskip("geartrain_horovod", reason="geartrain-horovod is not installed")
-pytest.importorskip(
-    "horovod", reason="Horovod is not installed; it is built in an environment of its own"
-)
+pytest.importorskip("horovod", reason="Horovod is not installed; it needs a separate environment")
 
-#: One program runs all scenarios of a class, on the time of the first test that asks for one.
+#: The first test's time includes a program that runs all scenarios of its class.
 pytestmark = [pytest.mark.horovod, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cycle_time():
-    """Let Horovod's threads, which wake up a thousand times a second while ranks wait, do so a hundred times."""
+    """Make Horovod's threads wake up 100 times a second while ranks wait, not 1,000 times."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOROVOD_CYCLE_TIME", "10")
         yield
@@ -25,10 +26,11 @@ def cycle_time():
 
 class TestHorovod(StrategyConformance):
     strategy = "horovod"
-    chosen = r"^(?!.*(error_in\[(?!training_step)|SIGSEGV|SIGTERM))"  # tests/ddp has every phase and signal under the same supervisor
+    # tests/ddp has every phase and signal, with the same supervisor
+    chosen = r"^(?!.*(error_in\[(?!training_step)|SIGSEGV|SIGTERM))"
     options: ClassVar[dict[str, object]] = {"scale_lr": False}
     deadline = 120.0
-    timeout = 20.0  # on a busy machine ranks import what optimizers need ten seconds apart
+    timeout = 20.0  # on a busy machine one rank may finish its imports 10 s after another
 
 
 class TestHorovodOnFour(StrategyConformance):

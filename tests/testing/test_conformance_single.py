@@ -1,4 +1,4 @@
-"""The strategy ``single`` conforms."""
+"""Conformance of the strategy ``single``."""
 
 import pytest
 

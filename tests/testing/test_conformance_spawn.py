@@ -1,4 +1,4 @@
-"""The strategy ``ddp_spawn`` conforms; by every start method in what a start method can change."""
+"""Conformance of the strategy ``ddp_spawn``; some cases run with every start method."""
 
 from typing import ClassVar
 
@@ -8,10 +8,11 @@ from geartrain.testing import StrategyConformance
 
 pytestmark = pytest.mark.timeout(300)
 
-#: How work gets to processes and back, how they end, and what stays; not what ranks compute once they are there. A process that is
-#: started on its own pays seconds for importing torch, in each of two ranks and in each fit.
+#: The cases that depend on the start method: start, results, end and leftovers of processes. With
+#: "spawn", each rank of each fit takes seconds to import torch.
 STARTED = (
-    r"\[(sgd|fit_twice)\]|evaluation_coverage|fit_validate_test|caller|plugins|metadata|_left|one_device|multi_node|loopback_only"
+    r"\[(sgd|fit_twice)\]|evaluation_coverage|fit_validate_test|caller|plugins|metadata|_left"
+    r"|one_device|multi_node|loopback_only"
     r"|error_in\[(setup|training_step)\]|signal\[SIG(KILL|STOP)\]"
 )
 

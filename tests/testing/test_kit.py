@@ -1,4 +1,4 @@
-"""What the kit says of a scenario that fails: slow or hung, and which capability would fit."""
+"""Messages of the conformance kit: a slow or hung scenario, and the capability to declare."""
 
 import os
 import time
@@ -15,7 +15,7 @@ EXPECTED = [2.0, 1.5, 1.0]
 
 @pytest.fixture
 def marks(tmp_path):
-    """``marks(0.1, 50)``: a scenario's folder in which rank 0 made its last step 0.1 seconds ago, and rank 1 50 seconds."""
+    """``marks(0.1, 50)``: a scenario's folder; rank 0's last step is 0.1 s old, rank 1's 50 s."""
 
     def make(*ages):
         for rank, age in enumerate(ages):
@@ -29,7 +29,7 @@ def marks(tmp_path):
 
 def test_ranks_that_still_make_steps_are_slow(marks):
     said = _slow_or_hung(marks(0.1, 50), 60)
-    assert said.startswith("slow, and not hung (last steps: rank 0 0.")
+    assert said.startswith("slow, not hung (last steps: rank 0 0.")
     assert "rank 1 50." in said
     assert "--deadline 120" in said
 
@@ -53,7 +53,7 @@ def record(rank=0, curve=EXPECTED, weight=1.0, step=3, mean=1.5):
 
 
 class Recorded:
-    """A kit whose programs have run: these are the records of its ranks, and of one process."""
+    """A kit whose programs have run, with the given records of its ranks and of one process."""
 
     def __init__(self, folder, ranks, **capabilities):
         from geartrain_testing.capabilities import Capabilities
@@ -80,14 +80,16 @@ def refused(folder, *ranks, **capabilities):
 
 def test_a_loss_that_is_near_names_the_parameters_and_the_capability(tmp_path):
     said = refused(tmp_path, record(curve=[2.0, 1.6, 1.1], weight=1.25), record(1))
-    assert "the loss differs from one process's from step 1 on" in said
-    assert "weights that differ on rank 0, and by how much: {'last.weight': 0.25}" in said
-    assert said.endswith("If that is the strategy's design, this capability fits: convergence=0.06")
+    assert "the loss differs from one process's from step 1: 1.6, expected 1.5" in said
+    assert "weights on rank 0 that differ, with the difference: {'last.weight': 0.25}" in said
+    assert said.endswith(
+        "If this is the strategy's design, declare the capability convergence=0.06"
+    )
 
 
 def test_a_loss_that_is_far_has_no_capability(tmp_path):
     said = refused(tmp_path, record(curve=[2.0, 2.5, 3.0]))
-    assert "No convergence that may be declared would fit: 1 is above 0.5" in said
+    assert "No convergence is possible: it would be 1, and the largest is 0.5" in said
 
 
 @pytest.mark.parametrize(
@@ -95,11 +97,11 @@ def test_a_loss_that_is_far_has_no_capability(tmp_path):
     [
         (
             [record(), record(1, step=2)],
-            "rank 1 counts (2, 1) steps and epochs, one process (3, 1)",
+            "rank 1 counts (2, 1) steps and epochs, and one process (3, 1)",
         ),
         (
             [record(), record(1, mean=1.6)],
-            "loss_epoch is a mean over all ranks, and by rank it is [1.5, 1.6]",
+            "loss_epoch is not the same on all ranks; by rank: [1.5, 1.6]",
         ),
         (
             [record(mean=3.0), record(1, mean=3.0)],
@@ -107,18 +109,17 @@ def test_a_loss_that_is_far_has_no_capability(tmp_path):
         ),
         (
             [record(curve=[2.0, 2.0, 2.5])],
-            "with convergence=0.5 it may end at 2.0 No convergence that may be declared",
+            "with convergence=0.5 it may end at 2.0 No convergence is possible",
         ),
     ],
 )
-def test_what_is_compared_of_an_approximate_strategy_too(tmp_path, ranks, words):
+def test_an_approximate_strategy_outside_its_bound_fails(tmp_path, ranks, words):
     said = refused(tmp_path, *ranks, convergence=0.5, identical_weights=False)
-    assert words in " ".join(
-        said.split()
-    )  # if pytest has rewritten the kit's assertions, it indents their lines
+    # pytest indents the messages of assertions that it has rewritten.
+    assert words in " ".join(said.split())
 
 
-def test_an_approximate_strategy_within_its_bound(tmp_path):
+def test_an_approximate_strategy_within_its_bound_passes(tmp_path):
     equals_one_process(
         Recorded(tmp_path, [record(curve=[2.0, 1.6, 1.4], weight=9.0)], convergence=0.2), "sgd"
     )
@@ -128,7 +129,7 @@ def test_weights_that_differ_between_ranks_are_named_with_the_capability(tmp_pat
     kit = Recorded(tmp_path, [record(), record(1, weight=1.5)])
     with pytest.raises(
         AssertionError,
-        match=r"weights on rank 1 differ.*\{'last.weight': 0.5\}\n.*fits: identical_weights=False",
+        match=r"weights on rank 1 differ.*\{'last.weight': 0.5\}\n.* identical_weights=False",
     ):
         identical_on_ranks(kit.report("sgd"))
 
@@ -137,4 +138,4 @@ def test_weights_that_differ_between_ranks_are_named_with_the_capability(tmp_pat
 def test_a_scenario_that_did_not_end_names_the_capability(tmp_path, capability):
     with pytest.raises(AssertionError) as caught:
         Report("uneven_inputs", tmp_path, "hung").check(capability)
-    assert ("this capability fits: uneven_inputs=False" in str(caught.value)) == bool(capability)
+    assert ("the capability uneven_inputs=False" in str(caught.value)) == bool(capability)

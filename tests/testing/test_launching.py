@@ -1,4 +1,4 @@
-"""What the kit sees of a program and of what it leaves."""
+"""Programs that the kit starts: output, processes, leftovers, ports."""
 
 import itertools
 import socket
@@ -22,7 +22,8 @@ pytestmark = pytest.mark.skipif(not HAS_PROC, reason="finds processes through /p
 
 CHILD = """
 import subprocess, sys
-subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"], start_new_session=True)
+program = "import threading; threading.Event().wait()"
+subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
 """
 FILE = "import os, tempfile; os.close(tempfile.mkstemp(prefix='left-')[0])"
 LISTENS = """
@@ -33,14 +34,14 @@ threading.Event().wait()
 """
 
 
-def test_a_program_that_leaves_nothing(tmp_path):
+def test_a_program_without_leftovers_has_an_empty_list(tmp_path):
     with launched("-c", "print('hello')", folder=tmp_path) as run:
         assert run.succeed().out == "hello\n"
         assert run.left_behind() == []
         assert run.processes() == []
 
 
-def test_a_process_in_a_session_of_its_own_is_found_and_ended(tmp_path):
+def test_a_process_in_another_session_is_found_and_ended(tmp_path):
     with launched("-c", CHILD, folder=tmp_path) as run:
         run.succeed()
         (left,) = run.left_behind(0.5)
@@ -59,19 +60,19 @@ MAPS = """
 import pathlib, sys, threading
 from multiprocessing import resource_tracker, shared_memory
 memory = shared_memory.SharedMemory(create=True, size=8)
-resource_tracker.unregister(memory._name, "shared_memory")  # nobody removes it
+resource_tracker.unregister(memory._name, "shared_memory")  # so that it stays
 print(memory.name, flush=True)
 sys.stdin.read()
 threading.Event().wait()
 """
 
 
-def test_shared_memory_of_a_killed_process_is_found_and_a_strangers_is_not(tmp_path):
+def test_shared_memory_of_a_killed_process_is_found_and_that_of_other_programs_is_not(tmp_path):
     with launched("-c", MAPS, folder=tmp_path) as run:
         name = until(lambda: run.out.strip(), 30, "shared memory")
-        mine, strangers = Path("/dev/shm", name), Path("/dev/shm/of-a-stranger")
+        mine, foreign = Path("/dev/shm", name), Path("/dev/shm/of-another-program")
         try:
-            strangers.touch()
+            foreign.touch()
             until(lambda: str(mine) in run._mapped, 30, "it was seen")
             run.process.kill()
             run.process.wait(10)
@@ -79,18 +80,21 @@ def test_shared_memory_of_a_killed_process_is_found_and_a_strangers_is_not(tmp_p
             assert run.left_behind(0.1) == [f"shared memory {mine}"]
         finally:
             mine.unlink(missing_ok=True)
-            strangers.unlink(missing_ok=True)
+            foreign.unlink(missing_ok=True)
 
 
 def test_a_path_of_temporary_files_is_short_enough_for_sockets(tmp_path):
     folder = tmp_path / ("x" * 100)
     folder.mkdir()
-    program = "import socket, tempfile; socket.socket(socket.AF_UNIX).bind(tempfile.mkdtemp() + '/' + 'y' * 40)"
+    program = (
+        "import socket, tempfile; "
+        "socket.socket(socket.AF_UNIX).bind(tempfile.mkdtemp() + '/' + 'y' * 40)"
+    )
     with launched("-c", program, folder=folder) as run:
         run.succeed()
 
 
-def test_variables_that_would_make_it_a_rank_do_not_reach_it(tmp_path, monkeypatch):
+def test_variables_of_ranks_do_not_reach_the_program(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with launched(
@@ -99,13 +103,13 @@ def test_variables_that_would_make_it_a_rank_do_not_reach_it(tmp_path, monkeypat
         assert run.succeed().out == "False False\n"
 
 
-def test_listening_addresses_in_hexadecimal(tmp_path):
+def test_listening_addresses_are_hexadecimal(tmp_path):
     with launched("-c", LISTENS, folder=tmp_path) as run:
         until((tmp_path / "listening").exists, 30, "it listens")
         assert listening(run.processes()) == ["0100007F"]
 
 
-def test_one_that_does_not_end_is_shown(tmp_path):
+def test_the_output_of_a_program_that_does_not_end_is_shown(tmp_path):
     run = Launched(
         [sys.executable, "-c", "print('before'); import threading; threading.Event().wait()"],
         tmp_path,
@@ -118,12 +122,12 @@ def test_one_that_does_not_end_is_shown(tmp_path):
         run.kill()
 
 
-def test_until_says_what_did_not_happen():
+def test_until_names_the_condition_that_did_not_hold():
     with pytest.raises(AssertionError, match=r"not within 0.05 s: the moon"):
         until(lambda: False, 0.05, "the moon")
 
 
-def test_free_ports_are_different_and_outside_what_the_kernel_assigns():
+def test_free_ports_are_different_and_outside_the_kernels_range():
     ports = [free_port() for _ in range(50)]
     assert len(set(ports)) == 50
     assert set(ports) <= set(PORTS)
@@ -132,7 +136,7 @@ def test_free_ports_are_different_and_outside_what_the_kernel_assigns():
         assert max(PORTS) < int(assigned.read_text().split()[0])
 
 
-def test_a_free_port_is_none_on_which_a_program_listens(monkeypatch):
+def test_a_port_with_a_listener_is_not_free(monkeypatch):
     with socket.socket() as taken:
         first = free_port()
         taken.bind(("127.0.0.1", first))

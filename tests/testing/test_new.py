@@ -1,4 +1,7 @@
-"""``geartrain new KIND NAME``: names, refusals, what is written. tests/testing/test_new_packages.py installs it."""
+"""The command ``geartrain new KIND NAME``: names, errors, files.
+
+tests/testing/test_new_packages.py installs the packages.
+"""
 
 import ast
 import re
@@ -16,13 +19,13 @@ KINDS = list(_TRY)
 
 
 def use_of(kind, name):
-    """Return what people type to use a part."""
+    """Return the text to type on the command line to use a package."""
     return f"geartrain {name}" if kind == "command" else f"--{kind} {name}"
 
 
 @pytest.fixture
 def new(command):
-    """``new("strategy tandem")``: write a package; what was printed."""
+    """``new("strategy tandem")``: write a package and return the output."""
 
     def write(line):
         done = command(f"new {line}")
@@ -40,14 +43,14 @@ def files(folder):
     }
 
 
-# --- what cannot be meant -------------------------------------------------------------------------
+# --- wrong usage ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("", ["which kind", "strategy"]),
-        ("strategy", ["what is the strategy called", "geartrain new strategy NAME"]),
+        ("", ["the kind is missing", "strategy"]),
+        ("strategy", ["the strategy's name is missing", "geartrain new strategy NAME"]),
         ("stratgy tandem", ["'stratgy'", "Did you mean 'strategy'?"]),
         ("strategies tandem", ["Did you mean 'strategy'?"]),
         ("strategy tandem more", ["more"]),
@@ -65,15 +68,15 @@ def files(folder):
         ("strategy ''", ["lower-case"]),
         ("strategy tändem", ["lower-case"]),
         (f"strategy {'a' * (_LONGEST + 1)}", [f"{_LONGEST + 1} characters", str(_LONGEST)]),
-        # a name that is somebody's
+        # a name that is in use
         ("strategy single", ["installed", "geartrain[single]", "another name"]),
         ("plugin single", ["installed", "strategy geartrain[single]"]),
         ("plugin door_bell", ["installed", "geartrain-chip[door-bell]"]),
         ("strategy ddp", ["strategy of geartrain-ddp", "pip install geartrain-ddp"]),
         ("plugin ddp-spawn", ["strategy of geartrain-spawn"]),
         ("accelerator cuda", ["geartrain-cuda"]),
-        ("accelerator auto", ["a meaning of its own"]),
-        ("plugin model", ["a meaning of its own", "my_model"]),
+        ("accelerator auto", ["already has a meaning"]),
+        ("plugin model", ["already has a meaning", "my_model"]),
         (
             "plugin max-epochs",
             ["option of geartrain's command line (--max-epochs)", "my_max-epochs"],
@@ -81,7 +84,7 @@ def files(folder):
         ("plugin resume", ["option of geartrain's command line", "Fix: "]),
     ],
 )
-def test_is_refused(chip, refused, folder, line, words):
+def test_wrong_new_usage_is_refused(chip, refused, folder, line, words):
     before = files(folder)
     message = refused(f"new {line}")
     for word in words:
@@ -93,7 +96,7 @@ def test_the_name_of_an_importable_package_is_refused(refused, folder, monkeypat
     (folder / "geartrain_tandem").mkdir()
     (folder / "geartrain_tandem" / "__init__.py").write_text("raise RuntimeError('imported')")
     monkeypatch.syspath_prepend(folder)
-    assert "a package geartrain_tandem is installed" in refused("new plugin tandem")
+    assert "a package geartrain_tandem, as" in refused("new plugin tandem")
 
 
 def test_nothing_is_overwritten(new, refused, folder):
@@ -114,11 +117,11 @@ def test_a_file_in_the_way_is_refused(refused, folder):
     assert "cannot be written" in refused("new plugin tandem --output there/below")
 
 
-# --- what is written ------------------------------------------------------------------------------
+# --- written files --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_says_what_it_wrote_and_what_to_do_next(new, folder, kind):
+def test_prints_the_files_and_the_next_commands(new, folder, kind):
     printed = new(f"{kind} tandem")
     wrote, _, following = printed.partition("next:\n")
     assert wrote.splitlines()[0] == "wrote geartrain-tandem/"
@@ -179,7 +182,7 @@ def test_package(new, folder, kind, name, package, title):
     assert not [path for path, text in written.items() if re.search("mine", path + text, re.I)]
 
 
-def test_a_name_that_says_its_kind_says_it_once(new, folder):
+def test_a_kind_in_the_name_is_not_repeated_in_the_class(new, folder):
     new("strategy tandem_strategy")
     assert (
         "geartrain_tandem_strategy:TandemStrategy"
@@ -230,7 +233,8 @@ sys.modules["torch"] = None
 from geartrain.commands import main
 code = main(["new", "strategy", "tandem"])
 tools = ("geartrain_testing", "geartrain_cli")
-print([name for name in sys.modules if name.startswith(("torch.", "geartrain_")) and not name.startswith(tools)])
+found = [name for name in sys.modules if name.startswith(("torch.", "geartrain_"))]
+print([name for name in found if not name.startswith(tools)])
 sys.exit(code)
 """
     done = python("-c", code)

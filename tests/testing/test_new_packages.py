@@ -1,5 +1,7 @@
-"""What ``geartrain new`` writes works at once: built as wheels, installed, and tested by its own tests. For the strategy these are the
-conformance kit's."""
+"""Packages that ``geartrain new`` writes: built as wheels, installed, and tested by their tests.
+
+The strategy's tests are the conformance kit.
+"""
 
 import re
 from types import SimpleNamespace
@@ -8,17 +10,19 @@ import pytest
 
 from ..sites import ROOT, build, environment
 
-#: kind -> a name.
+#: Kind -> a name.
 NAMES = {"strategy": "tandem", "accelerator": "my-chip", "plugin": "grad_norm", "command": "retell"}
-#: kind -> which of them are left out. The strategy's ranks are started and watched by :mod:`geartrain.parallel`, as ddp's are, which fails
-#: in every phase and by every signal; here one error, a killed rank and a stopped one show that what was written is watched at all.
+#: Kind -> pytest's arguments that leave out tests. :mod:`geartrain.parallel` starts and watches the
+#: strategy's ranks, and ddp's tests make these fail in every phase and by every signal. Here one
+#: error, one killed rank and one stopped rank are enough.
 LEFT_OUT = {
     "strategy": (
         "-k",
-        "not (configure_optimizers or validation_step or on_train_end or test_step or SIGSEGV or SIGTERM)",
+        "not (configure_optimizers or validation_step or on_train_end or test_step"
+        " or SIGSEGV or SIGTERM)",
     )
 }
-#: Seconds for the strategy's conformance run, on a machine that does other things as well.
+#: Seconds for the strategy's conformance run on a busy machine.
 DEADLINE = 400
 
 pytestmark = [pytest.mark.build, pytest.mark.timeout(DEADLINE + 60)]
@@ -26,12 +30,12 @@ pytestmark = [pytest.mark.build, pytest.mark.timeout(DEADLINE + 60)]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Core's wheel wrote a package of each kind; an environment with their wheels and core's, and the folder they are in."""
+    """A folder with a written package of each kind, and an environment with their wheels."""
     folder = tmp_path_factory.mktemp("new")
     wheels = build(tmp_path_factory.mktemp("core"), [ROOT / "core", ROOT / "plugins" / "cli"])
     writer = environment(tmp_path_factory.mktemp("writer"), wheels)
     for kind, name in NAMES.items():
-        # In what core's wheel installed, not in the sources: the templates must be in the wheel.
+        # With installed wheels, not the sources: the templates must be in the wheel.
         done = writer.geartrain("new", kind, name, "--output", f"written-{kind}", cwd=folder)
         assert done.returncode == 0, done.stderr
     built = build(tmp_path_factory.mktemp("wheels"), [folder / f"written-{kind}" for kind in NAMES])
@@ -42,7 +46,7 @@ def place(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", NAMES)
 def test_its_own_tests_pass(place, kind):
-    """The package's own tests, against what was installed; none is skipped but the one for strategies with a limit."""
+    """The package's own tests pass with installed wheels; only the test of a limit is skipped."""
     options = (
         "-q",
         "-rs",
@@ -66,5 +70,5 @@ def test_its_own_tests_pass(place, kind):
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^\d+ passed", done.stdout, re.M), done.stdout
     skipped = re.findall(r"^SKIPPED \[1\] .*?: (.*)", done.stdout, re.M)
-    limits = ["unused_parameters is supported; test_equals_one_process is about it"]
+    limits = ["unused_parameters is supported; test_equals_one_process tests it"]
     assert skipped == (limits if kind == "strategy" else []), done.stdout

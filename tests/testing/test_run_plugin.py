@@ -1,4 +1,4 @@
-"""``run_plugin``: what an author of a plugin gets for one call."""
+"""The function ``run_plugin``."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ from geartrain_testing.nets import Net
 
 
 class Norm:
-    """Logs the norm of the gradients, and counts."""
+    """A plugin that logs the norm of the gradients and counts steps."""
 
     def __init__(self, scale: float = 1.0):
         self.scale, self.steps = scale, 0
@@ -31,7 +31,7 @@ class Norm:
 
 
 class Slope(gt.Module):
-    """Its one weight falls by the rank's number in every step."""
+    """A module whose weight falls by the rank's number in every step."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ class Slope(gt.Module):
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
-def test_a_plugin_by_itself():
+def test_a_plugin_runs_on_two_ranks_by_default():
     plugin = Norm()
     first, second = run_plugin(plugin)
     assert (first.rank, second.rank) == (0, 1)
@@ -67,7 +67,7 @@ def test_it_takes_less_than_a_second():
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_ranks_and_a_module_of_the_authors_own(ranks):
+def test_the_number_of_ranks_and_the_module_can_be_chosen(ranks):
     found = run_plugin(Norm(), ranks=ranks, module=Slope(), max_steps=2)
     assert len(found) == ranks
     for rank in found:
@@ -77,7 +77,7 @@ def test_ranks_and_a_module_of_the_authors_own(ranks):
 
 
 @pytest.mark.parametrize("data", [TensorDataset(torch.arange(12.0)), None])
-def test_data_of_the_authors_own(data):
+def test_the_data_can_be_chosen(data):
     class Own(Slope):
         seen = ()
 
@@ -85,7 +85,7 @@ def test_data_of_the_authors_own(data):
             self.seen = (*self.seen, *batch[0].tolist())
             return super().training_step(batch, batch_idx)
 
-    if data is None:  # then the module's own
+    if data is None:  # then the module has a loader
         Own.train_dataloader = lambda self: DataLoader(TensorDataset(torch.arange(12.0)), 2)
     first, second = run_plugin(module=Own(), data=None if data is None else DataLoader(data, 2))
     assert sorted(first.module.seen + second.module.seen) == list(range(12))
@@ -171,7 +171,7 @@ def test_with_check_false_each_rank_has_its_error(rank):
     assert found[rank].trainer.global_step == 2
 
 
-def test_a_plugin_whose_collective_is_called_on_one_rank_is_told_where():
+def test_a_collective_on_one_rank_is_an_error_with_its_line():
     class Alone:
         @gt.hookimpl
         def on_step_end(self, run):
@@ -187,7 +187,7 @@ def test_a_plugin_whose_collective_is_called_on_one_rank_is_told_where():
     ("arguments", "message"),
     [
         ({"command": "train"}, "command='train' must be one of 'fit', 'validate'"),
-        ({"strategy": "ddp"}, "run_plugin has a strategy of its own"),
+        ({"strategy": "ddp"}, "run_plugin always uses the strategy ThreadRanks"),
         ({"devices": 1}, "devices=1 would do nothing"),
         ({"plugin": object()}, "nothing marked with @hookimpl"),
         ({"plugin": "nowhere"}, "nowhere"),
@@ -195,12 +195,15 @@ def test_a_plugin_whose_collective_is_called_on_one_rank_is_told_where():
         ({"ranks": 0}, "ranks=0"),
     ],
 )
-def test_what_cannot_work_is_refused_whatever_check_says(arguments, message):
+def test_wrong_usage_is_refused_also_with_check_false(arguments, message):
     with pytest.raises(gt.UsageError, match=message):
         run_plugin(**arguments, check=False)
 
 
 def test_neither_torch_nor_pytest_is_imported_before_it_is_used():
-    code = "import sys, geartrain.testing; print('torch' in sys.modules); geartrain.testing.run_plugin; print('pytest' in sys.modules)"
+    code = (
+        "import sys, geartrain.testing; print('torch' in sys.modules); "
+        "geartrain.testing.run_plugin; print('pytest' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["False", "False"], done.stderr

@@ -1,4 +1,4 @@
-"""Ranks as threads: the conformance kit's cases in the process of the test, and what is this strategy's own."""
+"""The strategy ``ThreadRanks``: the conformance kit's cases in the test's process, and more."""
 
 import sys
 import threading
@@ -37,14 +37,11 @@ class ThreadJob(Job):
 
 
 class KitInProcess:
-    """What the kit's cases ask a Kit for; scenarios run when they are asked for, without a program."""
+    """A Kit for the kit's cases that runs scenarios on demand, without a program."""
 
     def __init__(self, folder, ranks):
-        self.folder, self.ranks, self.can = (
-            folder,
-            ranks,
-            Capabilities.of(ThreadRanks.capabilities, "ThreadRanks"),
-        )
+        self.folder, self.ranks = folder, ranks
+        self.can = Capabilities.of(ThreadRanks.capabilities, "ThreadRanks")
         self.request = Request(
             "", {}, "cpu", ranks, str(folder / "threads"), [], ranks, BATCH, BATCH * ranks
         )
@@ -71,25 +68,26 @@ class KitInProcess:
 
 @pytest.mark.filterwarnings("ignore:.*cannot be sharded", "ignore:the training loaders of ranks")
 class TestConformance(TrainingCases, Cases):
-    """What every strategy must do; faults and launchers are about processes."""
+    """The kit's cases without those about faults and launchers, which need processes."""
 
-    test_key_on_one_rank = test_unused_parameters_unsupported = None  # programs of their own
+    test_key_on_one_rank = test_unused_parameters_unsupported = None  # these start a program
 
     @pytest.fixture(scope="class", params=[2, 3])
     @classmethod
     def kit(cls, request, tmp_path_factory):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(geartrain_testing.recorder, "LATE", 0)  # no other rank runs meanwhile
+            # While a rank is late, no other rank runs.
+            patch.setattr(geartrain_testing.recorder, "LATE", 0)
             yield KitInProcess(tmp_path_factory.mktemp("kit"), request.param)
             for name in [name for name in sys.modules if name.startswith("conformance_plugin")]:
                 del sys.modules[name]
 
 
-# --- what it is used for --------------------------------------------------------------------------
+# --- tests on thread ranks ------------------------------------------------------------------------
 
 
 def test_two_ranks_take_under_100_ms():
-    """Seconds of the CPU, and the best of five: this machine does other things as well."""
+    """The best CPU time of five runs, because the machine may be busy."""
 
     def seconds():
         began = time.process_time()
@@ -99,7 +97,7 @@ def test_two_ranks_take_under_100_ms():
         )
         return time.process_time() - began
 
-    seconds()  # torch imports more with the first optimizer
+    seconds()  # the first optimizer makes torch import more modules
     assert min(seconds() for _ in range(5)) < 0.1
 
 
@@ -151,7 +149,7 @@ def test_rank_0_has_the_callers_own_objects_and_the_others_copies():
     assert {thread.name for thread in threading.enumerate()}.isdisjoint({"rank-0", "rank-1"})
 
 
-def test_devices_say_how_many_ranks_there_are():
+def test_devices_set_the_number_of_ranks():
     trainer = one_trainer(strategy=ThreadRanks(), devices=3)
     trainer.validate(Net(), DataLoader(samples(6), batch_size=2))
     assert trainer.world_size == trainer.plan.processes == 3
@@ -198,10 +196,10 @@ def test_a_session_runs_its_function_on_each_rank():
     assert torch.equal(first, second)
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- wrong usage ----------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_copied_is_named_before_a_rank_starts():
+def test_an_object_that_cannot_be_copied_is_named_before_a_rank_starts():
     class Locked(Net):
         def __init__(self):
             super().__init__()
@@ -210,7 +208,7 @@ def test_what_cannot_be_copied_is_named_before_a_rank_starts():
     trainer, strategy = on_threads()
     with pytest.raises(
         gt.UsageError,
-        match=r"ThreadRanks: model\.lock: _thread\.lock cannot be copied, .*Fix: make it in setup\(\)",
+        match=r"ThreadRanks: model\.lock: _thread\.lock cannot be copied, .*Fix: make it in setup",
     ):
         trainer.fit(Locked(), DataLoader(samples(8)))
     with pytest.raises(
@@ -248,7 +246,7 @@ def test_without_geartrain_spawn_the_error_of_the_copy_is_raised(monkeypatch):
         ),
     ],
 )
-def test_what_cannot_work_is_refused(make, message):
+def test_wrong_options_of_thread_ranks_are_refused(make, message):
     with pytest.raises(gt.UsageError, match=message):
         make()
 
@@ -257,21 +255,21 @@ def test_what_cannot_work_is_refused(make, message):
 
 
 class Notes:
-    """What each rank was told, by class: ``(rank, hook)``."""
+    """A plugin that notes each rank's errors and teardown: ``(rank, event)``."""
 
-    def __init__(self, told):
-        self.told = told
+    def __init__(self, events):
+        self.events = events
 
     def __deepcopy__(self, memo):
-        return Notes(self.told)
+        return Notes(self.events)
 
     @gt.hookimpl
     def on_exception(self, run, error):
-        self.told.append((run.world.rank, type(error).__name__))
+        self.events.append((run.world.rank, type(error).__name__))
 
     @gt.hookimpl(wrapper=True)
     def teardown_device(self, run):
-        self.told.append((run.world.rank, "teardown"))
+        self.events.append((run.world.rank, "teardown"))
         return (yield)
 
 
@@ -315,20 +313,20 @@ def test_an_error_on_one_rank_ends_all_and_is_raised_itself(rank, phase):
             if (where, self.global_rank) == (phase, rank):
                 raise KeyError("my own error")
 
-    told = []
-    trainer, strategy = on_threads(plugins=[Notes(told)])
+    events = []
+    trainer, strategy = on_threads(plugins=[Notes(events)])
     with pytest.raises(KeyError, match="my own error") as caught:
         trainer.fit(
             Fails(), DataLoader(samples(8), batch_size=2), DataLoader(samples(4), batch_size=2)
         )
     assert f"rank {rank} of 2 raised this" in caught.value.__notes__
     assert strategy.errors[rank] is caught.value
-    assert {(0, "teardown"), (1, "teardown")} <= set(told)
+    assert {(0, "teardown"), (1, "teardown")} <= set(events)
     if phase != "teardown":
         assert f"rank {rank} has failed" in str(strategy.errors[1 - rank])
-        assert {(rank, "KeyError"), (1 - rank, "TrainingError")} <= set(told)
+        assert {(rank, "KeyError"), (1 - rank, "TrainingError")} <= set(events)
     assert {thread.name for thread in threading.enumerate()}.isdisjoint({"rank-0", "rank-1"})
-    trainer.validate(Net(), DataLoader(samples(4)))  # the next run knows nothing of it
+    trainer.validate(Net(), DataLoader(samples(4)))  # the error does not affect the next run
 
 
 def test_collectives_that_do_not_match_name_the_lines():
@@ -341,8 +339,8 @@ def test_collectives_that_do_not_match_name_the_lines():
             return super().training_step(batch, batch_idx)
 
     trainer, _ = on_threads()
+    line = r"\(.*test_thread_ranks\.py:\d+\)"
     with pytest.raises(
-        gt.TrainingError,
-        match=r"rank 0 is in .* \(.*test_thread_ranks\.py:\d+\), and rank 1 in barrier \(.*ranks\.py:\d+\)",
+        gt.TrainingError, match=rf"rank 0 is in .* {line}, and rank 1 in barrier {line}"
     ):
         trainer.fit(Differs(), DataLoader(samples(8), batch_size=2))

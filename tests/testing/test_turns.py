@@ -1,4 +1,4 @@
-"""Threads that take turns: their order, what each has of its own, and what ends them."""
+"""Threads that take turns: their order, state of each rank, errors and Ctrl-C."""
 
 import random
 import signal
@@ -65,7 +65,7 @@ def test_one_rank_meets_itself():
 
 
 def test_each_rank_has_its_own_random_generators():
-    """As processes that begin with the same state: what one draws or seeds changes nothing for another."""
+    """Ranks start with the same state. Draws and seeds of one do not change another."""
     numpy = pytest.importorskip("numpy")
 
     def draw():
@@ -90,7 +90,7 @@ def test_each_rank_has_its_own_random_generators():
 
 
 def test_each_rank_has_its_own_default_type_and_determinism(monkeypatch):
-    # torch's own function, without its import of the compiler, which takes seconds
+    # The inner function does not import the compiler, which takes seconds.
     monkeypatch.setattr(
         torch, "use_deterministic_algorithms", torch._C._set_deterministic_algorithms
     )
@@ -115,16 +115,10 @@ def test_different_collectives_are_an_error_that_names_both_ranks_and_both_place
         lambda turns, rank: turns.exchange(rank, "all_gather", 1),
         lambda turns, rank: turns.exchange(rank, "barrier", None),
     )
-    first = (
-        test_different_collectives_are_an_error_that_names_both_ranks_and_both_places.__code__.co_firstlineno
-        + 2
-    )
-    here = f"{__file__}:{{}}"
-    assert (
-        f"rank 0 is in all_gather ({here.format(first)}), and rank 1 in barrier ({here.format(first + 1)})"
-        in str(error)
-    )
-    assert "Fix: the same collectives in the same order" in str(error)
+    code = test_different_collectives_are_an_error_that_names_both_ranks_and_both_places.__code__
+    one, other = (f"{__file__}:{code.co_firstlineno + line}" for line in (2, 3))
+    assert f"rank 0 is in all_gather ({one}), and rank 1 in barrier ({other})" in str(error)
+    assert "Fix: call the same collectives in the same order" in str(error)
     assert error.__notes__ == ["rank 1 of 2 raised this"]
 
 
@@ -138,7 +132,7 @@ def test_a_rank_that_ends_without_a_collective_is_named_by_the_others(early):
     error = refused(work, work, work)
     waits = 1 if early == 0 else 0
     assert f"rank {waits} is in all_gather (" in str(error)
-    assert f"and rank {early} has come to its end without it" in str(error)
+    assert f"and rank {early} has ended without it" in str(error)
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -147,7 +141,7 @@ def test_a_rank_that_ends_without_a_collective_is_named_by_the_others(early):
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.parametrize("kind", [KeyError, SystemExit, KeyboardInterrupt, pytest.skip.Exception])
 def test_the_first_error_is_raised_and_ends_the_others(rank, kind):
-    told = []
+    informed = []
 
     def work(turns, mine):
         if mine == rank:
@@ -158,36 +152,36 @@ def test_the_first_error_is_raised_and_ends_the_others(rank, kind):
         ) as caught:
             [turns.exchange(mine, what, None) for what in ("barrier", "all_gather")]
         assert isinstance(caught.value.__cause__, kind)
-        told.append(mine)
+        informed.append(mine)
         turns.exchange(mine, f"barrier in the teardown of rank {mine}", None)
 
     turns = Turns(3)
     with pytest.raises(kind, match="my own error") as caught:
         turns.run([partial(work, turns, mine) for mine in range(3)])
     assert caught.value.__notes__ == [f"rank {rank} of 3 raised this"]
-    assert sorted(told) == [other for other in range(3) if other != rank]
+    assert sorted(informed) == [other for other in range(3) if other != rank]
     assert turns.errors[rank] is caught.value
-    assert all(isinstance(turns.errors[other], TrainingError) for other in told)
+    assert all(isinstance(turns.errors[other], TrainingError) for other in informed)
 
 
-def test_a_rank_does_not_begin_after_another_has_failed():
-    began = []
+def test_a_rank_does_not_start_after_another_has_failed():
+    started = []
 
     def fails(turns, rank):
         raise KeyError("first")
 
     turns = Turns(2)
     with pytest.raises(KeyError, match="first"):
-        turns.run([partial(fails, turns, 0), lambda: began.append(1)])
-    assert not began
-    assert "rank 0 failed before rank 1 began" in str(turns.errors[1])
+        turns.run([partial(fails, turns, 0), lambda: started.append(1)])
+    assert not started
+    assert "rank 0 failed before rank 1 started" in str(turns.errors[1])
 
 
 # --- Ctrl-C ---------------------------------------------------------------------------------------
 
 
 def interrupt():
-    """As Ctrl-C does, which reaches the main thread: rank 0, which waits for its turn."""
+    """Send SIGINT to the main thread, as Ctrl-C does: that is rank 0, which waits for its turn."""
     signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
 
@@ -208,7 +202,7 @@ def test_an_interrupt_ends_a_rank_at_its_next_collective():
     assert sorted(ended) == [0, 1]
 
 
-def test_an_interrupt_ends_a_rank_that_comes_to_no_collective(monkeypatch):
+def test_an_interrupt_ends_a_rank_that_reaches_no_collective(monkeypatch):
     monkeypatch.setattr(geartrain_testing.turns, "PATIENCE", 0.1)
     began, torn_down = time.monotonic(), []
 

@@ -1,4 +1,4 @@
-"""Every wrong strategy of tests/packages/geartrain-wrong is caught, by exactly the cases that are about what is wrong in it."""
+"""Wrong strategies of tests/packages/geartrain-wrong: exactly the cases about their fault fail."""
 
 import os
 import re
@@ -22,7 +22,7 @@ WRONG = dict(each())
 PACKAGE = PACKAGES / "geartrain-wrong"
 PROJECT = tomllib.loads((PACKAGE / "pyproject.toml").read_text())["project"]
 STRATEGIES = PROJECT["entry-points"]["geartrain.strategies"]
-#: What a strategy's author writes, and which of the cases are wanted.
+#: A strategy author's test file, with the cases to run.
 SUITE = """
 from geartrain.testing import Capabilities, StrategyConformance
 {classes}
@@ -44,7 +44,7 @@ import re
 def pytest_collection_modifyitems(items):
     items[:] = [item for item in items if re.search(item.cls.chosen, item.name)]
 """
-#: Seconds for one wrong strategy, on a machine that does other things as well.
+#: Seconds for one wrong strategy on a busy machine.
 EACH = 60
 
 pytestmark = pytest.mark.timeout(EACH * len(WRONG))
@@ -56,7 +56,7 @@ def _class_name(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """A folder for PYTHONPATH in which the wrong strategies are installed, as pip would write it: to build a wheel takes seconds."""
+    """A folder for PYTHONPATH with the wrong strategies, as pip installs them, but faster."""
     folder = tmp_path_factory.mktemp("site")
     (folder / "geartrain_wrong").symlink_to(
         PACKAGE / "src" / "geartrain_wrong", target_is_directory=True
@@ -74,8 +74,10 @@ def site(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def outcomes(site, request, tmp_path_factory):
-    """name -> (cases that were run, those that failed, their messages), of those that are asked for; all by one pytest, which runs
-    the comparable one process once."""
+    """Name -> the cases that ran, and those that failed with their messages.
+
+    One pytest runs all chosen strategies, so that the reference in one process runs once.
+    """
     names = [
         item.callspec.params["name"]
         for item in request.session.items
@@ -86,18 +88,8 @@ def outcomes(site, request, tmp_path_factory):
     (folder / "pytest.ini").write_text("[pytest]\n")
     classes = [CLASS.format(name=_class_name(name), wrong=WRONG[name]) for name in names]
     (folder / "test_wrong.py").write_text(SUITE.format(classes="\n".join(classes)))
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:timeout",
-        "--basetemp",
-        "files",
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:timeout"]
+    command += ["--basetemp", "files"]
     environ = {
         name: value
         for name, value in os.environ.items()
@@ -141,14 +133,14 @@ def test_is_caught_by_exactly_the_cases_about_it(outcomes, name):
     )
     assert set(outcome.failed) == set(wrong.fails), messages
     for case, words in wrong.fails.items():
-        # What the assertion says, and not the source that pytest shows above it.
+        # The assertion's message, without the source that pytest shows above it.
         said = "\n".join(
             line[1:].strip() for line in outcome.failed[case].splitlines() if line.startswith("E ")
         )
         assert re.search(words, said), outcome.failed[case]
 
 
-#: Cases that only wrong strategies with programs of their own can fail.
+#: Cases that only wrong strategies with their own programs can fail.
 COSTLY = {
     *("test_nothing_is_left", "test_multi_node", "test_unused_parameters_unsupported"),
     *("test_key_on_one_rank", "test_error_in", "test_signal"),

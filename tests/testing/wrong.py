@@ -1,4 +1,4 @@
-"""Which cases of the kit must catch which wrong strategy: all of these, by these words, and no other."""
+"""Wrong strategies, each with the kit's cases that must catch it, and their messages."""
 
 import os
 import re
@@ -9,59 +9,56 @@ from typing import Any
 from geartrain_testing.program import COMPARED
 
 EQUAL = "test_equals_one_process[{}]".format
-#: Cases whose scenarios share programs; the others have programs of their own and are asked for by name.
+#: Cases whose scenarios share programs. The other cases are chosen by name.
 SHARED = r"^(?!test_(error_in|signal|one_device|multi_node|key_on_one_rank))"
-#: The cases about training, those about the rest of what ranks compute, and those about what surrounds it. A wrong strategy is given
-#: its own part, because all of them for each would take minutes; GEARTRAIN_TEST_FULL=1 gives it all. The default gives it fewer: see
-#: each().
-_FULL = os.environ.get("GEARTRAIN_TEST_FULL") == "1"
-TRAINING = (
-    SHARED
-    if _FULL
-    else r"equals_one_process|identical|communication|start_apart|buffers|no_sync|is_left"
-)
+#: Cases about training, about other results of ranks, and about the rest. A wrong strategy runs one
+#: of these groups, because all cases would take minutes; GEARTRAIN_TEST_FULL=1 runs all. By default
+#: it runs even fewer: see each().
+TRAINING = r"equals_one_process|identical|communication|start_apart|buffers|no_sync|is_left"
 COMPUTED = (
-    SHARED
-    if _FULL
-    else r"\[sgd\]|coverage|sharded|samples|uneven|metrics|weighted|gather|broadcast|barrier|fit_v|caller|is_left"
+    r"\[sgd\]|coverage|sharded|samples|uneven|metrics|weighted|gather|broadcast|barrier"
+    r"|fit_v|caller|is_left"
 )
-AROUND = SHARED if _FULL else r"\[sgd\]|fit_v|caller|plugins|metadata|loopback|is_left"
+AROUND = r"\[sgd\]|fit_v|caller|plugins|metadata|loopback|is_left"
+if os.environ.get("GEARTRAIN_TEST_FULL") == "1":
+    TRAINING = COMPUTED = AROUND = SHARED
 
-#: What cases say; regular expressions.
-LOSS, WEIGHTS = (
-    "the loss differs from one process's from step",
-    "has other weights than one process",
-)
+#: Regular expressions of the cases' messages.
+LOSS = "the loss differs from one process's from step"
+WEIGHTS = "has other weights than one process"
 DIFFERS = (
-    "weights on rank 1 differ from rank 0's(.|\n)*this capability fits: identical_weights=False"
+    "weights on rank 1 differ from rank 0's(.|\n)*declare the capability identical_weights=False"
 )
-#: A failure names the parameters that differ, and the capability that would fit or that none does.
-SUMS = rf"{LOSS}(.|\n)*weights that differ on rank 0.*last.weight(.|\n)*(this capability fits: convergence=|No convergence that may be)"
+#: A failure names the parameters that differ, and the capability to declare, if there is one.
+SUMS = (
+    rf"{LOSS}(.|\n)*weights on rank 0 that differ.*last.weight(.|\n)*"
+    r"(declare the capability convergence=|No convergence is possible)"
+)
 SEEN, UNSEEN = "were seen more than once", "no rank saw the samples"
 LEFT = "left behind by programs that succeeded(.|\n)*{}".format
 
 
 @dataclass(frozen=True)
 class Wrong:
-    """A strategy as a test class describes it, and the cases that must fail, with what each must say."""
+    """A strategy's test class, and the cases that must fail, each with a regular expression."""
 
     strategy: str
     fails: Mapping[str, str]
-    #: Regular expression of the cases that are run.
+    #: Regular expression of the cases to run.
     chosen: str
     options: dict[str, Any] = field(default_factory=dict)
     capabilities: dict[str, Any] = field(default_factory=dict)
     #: Seconds for a scenario that hangs.
     deadline: float = 20
     timeout: float = 8
-    #: Those with the same name run in one program, one after another; without one in programs of its own.
+    #: Strategies with the same name share programs; empty: it has its own programs.
     program: str = "wrong"
-    #: Whether another one shows that its cases can fail, or it costs programs: the default leaves it out.
+    #: True if a default run leaves it out: it needs more programs, or another one covers its cases.
     matrix: bool = False
 
 
 WRONG = {
-    # A right one: nothing may fail.
+    # A correct strategy: nothing may fail.
     "plain": Wrong("plain", {}, SHARED),
     # Training.
     "sums": Wrong(
@@ -124,10 +121,10 @@ WRONG = {
     "reduces every micro-batch": Wrong(
         "reduces-every-micro-batch", {"test_no_sync": "every micro-batch is reduced"}, TRAINING
     ),
-    # Data, metrics, collectives, what the caller sees.
+    # Data, metrics, collectives, the caller's view.
     "one order": Wrong(
         "one-order",
-        {"test_training_coverage": "rank 0 had one order in both epochs"},
+        {"test_training_coverage": "rank 0 had the same order in both epochs"},
         COMPUTED,
         matrix=True,
     ),
@@ -183,13 +180,13 @@ WRONG = {
     ),
     "broadcasts from rank 0": Wrong(
         "broadcasts-from-rank0",
-        {"test_broadcast": "rank 0 was given .* from ranks 0 to 1"},
+        {"test_broadcast": "rank 0 received .* from ranks 0 to 1"},
         "broadcast|gather",
     ),
     "broadcasts from rank 0, in full": Wrong(
         "broadcasts-from-rank0",
         {
-            "test_broadcast": "rank 0 was given .* from ranks 0 to 1",
+            "test_broadcast": "rank 0 received .* from ranks 0 to 1",
             "test_evaluation_coverage": "cannot unpack non-iterable NoneType",
         },
         COMPUTED,
@@ -197,7 +194,7 @@ WRONG = {
     ),
     "passes barriers": Wrong(
         "passes-barriers",
-        {"test_barrier": r"rank 0 got through the barrier before rank \[1\]"},
+        {"test_barrier": r"rank 0 passed the barrier before rank \[1\]"},
         COMPUTED,
     ),
     "evaluates zeros": Wrong(
@@ -215,7 +212,7 @@ WRONG = {
         "drops-plugins", {"test_plugins": "rank 1 has .*'object plugin': None"}, AROUND
     ),
     "untyped": Wrong("untyped", {"test_metadata": r"options without a type: \['depth'\]"}, AROUND),
-    # Declared unsupported, and works.
+    # Declares a feature unsupported that works.
     "no_sync works": Wrong(
         "plain",
         {"test_no_sync": "declared unsupported and works"},
@@ -225,7 +222,7 @@ WRONG = {
     "sharded_loader works": Wrong(
         "plain",
         {
-            "test_training_coverage": "every rank sees all",
+            "test_training_coverage": "not every rank saw all samples once",
             "test_sharded_loader": "declared unsupported and works",
             "test_evaluation_coverage": "declared off, and rank 0 did not see all samples",
             "test_metrics": r"sum is 5253\.0",
@@ -242,20 +239,18 @@ WRONG = {
     ),
     "loopback_only works": Wrong(
         "plain",
-        {"test_loopback_only": "declared off, and nothing listens elsewhere"},
+        {"test_loopback_only": "declared off, and nothing listens outside loopback"},
         "loopback_only",
         capabilities={"loopback_only": False},
     ),
-    # Declares all that it may, and that is not enough.
+    # Declares as much as possible, and still fails.
     "trains alone": Wrong(
         "trains-alone",
-        {
-            "test_communication": "rank 0's weights show no gradient of another rank, so it trains alone"
-        },
+        {"test_communication": "rank 0 trains alone: no gradient of another rank"},
         TRAINING,
         capabilities={"convergence": 0.5, "identical_weights": False},
     ),
-    # Approximate: what is no equality may still be near, or not.
+    # Approximate strategies: within the bound, and outside.
     "near enough": Wrong(
         "clips-first", {}, r"\[(clipping|sgd)\]", capabilities={"convergence": 0.05}
     ),
@@ -266,7 +261,7 @@ WRONG = {
         capabilities={"convergence": 1e-6},
     ),
     "listens everywhere": Wrong("listens-everywhere", {"test_loopback_only": "'00000000'"}, AROUND),
-    # What it leaves. The last one of its program, because what follows it would find its group.
+    # Leftovers. This one is last in its program, because later strategies would find its group.
     "stays in its group": Wrong(
         "stays-in-its-group",
         {"test_process_group_is_left": "torch.distributed is still initialized"},
@@ -296,9 +291,9 @@ WRONG = {
         program="",
         matrix=True,
     ),
-    # On one device, in the program of what all are compared with.
+    # On one device, in the program of the references.
     "never alone": Wrong("never-alone", {"test_one_device": "assert world.size > 1"}, "one_device"),
-    # In programs of their own.
+    # Each with its own programs.
     "one node only": Wrong(
         "one-node-only",
         {"test_multi_node": f"rank 0 of two nodes {WEIGHTS}"},
@@ -309,7 +304,7 @@ WRONG = {
         "plain",
         {"test_multi_node": "must be a UsageError"},
         "multi_node",
-        options={"timeout": 5.0},  # seconds for the second node, which does not come
+        options={"timeout": 5.0},  # seconds to wait for the second node, which does not start
         capabilities={"multi_node": False},
         matrix=True,
     ),
@@ -322,7 +317,7 @@ WRONG = {
     ),
     "hides differences": Wrong(
         "hides-differences",
-        {"test_key_on_one_rank": "still running|no error|does not say"},
+        {"test_key_on_one_rank": "still running|no error|does not say"},  # depends on timing
         "key_on_one_rank",
         deadline=5,
         matrix=True,
@@ -330,8 +325,8 @@ WRONG = {
     "dies at once": Wrong(
         "dies-at-once",
         {
-            "test_error_in[training_step]": "what was printed does not say",
-            "test_signal[SIGTERM]": "what was printed does not say",
+            "test_error_in[training_step]": "the output does not name",
+            "test_signal[SIGTERM]": "the output does not name",
         },
         r"training_step|SIGTERM",
         matrix=True,
@@ -345,7 +340,7 @@ WRONG = {
         r"validation_step|SIGKILL",
         matrix=True,
     ),
-    "waits for ever": Wrong(
+    "never times out": Wrong(
         "waits-for-ever",
         {"test_signal[SIGSTOP]": "still running after"},
         "SIGSTOP",
@@ -357,8 +352,11 @@ WRONG = {
 
 
 def each() -> Iterator[tuple[str, Wrong]]:
-    """Yield what is tested, by name. The default gives a wrong strategy the cases that must fail and one that must not; "all cases" of
-    its part are a test of their own."""
+    """Yield the strategies to test, by name.
+
+    By default a wrong strategy runs the cases that must fail, and one that must not. A separate
+    test, "all cases", runs its whole group.
+    """
     for name, wrong in WRONG.items():
         if wrong.matrix or wrong.chosen not in (TRAINING, COMPUTED, AROUND):
             yield name, wrong

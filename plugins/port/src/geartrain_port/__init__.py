@@ -1,6 +1,6 @@
-"""What ``geartrain port`` does: a file written for PyTorch Lightning, as source, to one for geartrain.
+"""Port the source of a file from PyTorch Lightning to geartrain, as ``geartrain port`` does.
 
-libcst changes source without touching the formatting and the comments of the rest.
+libcst changes source and keeps the formatting and the comments of the rest.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ def port(source: str, name: str = "<source>") -> PortResult:
     """Port one file's source.
 
     Args:
-        name: the file's, for errors.
+        source: the text of the file.
+        name: the file's name, for errors.
+
+    Returns:
+        The new text, and lists of what was not ported and what has changed.
 
     Raises:
-        UsageError: the source is no Python.
+        UsageError: the source is not valid Python.
     """
-    import libcst as cst  # not above: the names of Lightning, for errors, need no libcst
+    import libcst as cst  # here, because hints for errors import this package without libcst
 
     from geartrain_port.rewrite import rewrite
 
@@ -29,6 +33,6 @@ def port(source: str, name: str = "<source>") -> PortResult:
         module = cst.parse_module(source)
     except cst.ParserSyntaxError as error:
         raise UsageError(
-            f"{name}, line {error.raw_line}: this is no Python: {error.message}. Nothing was changed"
+            f"{name}, line {error.raw_line}: invalid Python: {error.message}. Nothing was changed"
         ) from error
     return rewrite(module)

@@ -1,4 +1,4 @@
-"""The arguments of one call, as Python source, changed by name; what is not changed keeps its formatting and comments."""
+"""Change the arguments of one call by name. Other arguments keep their formatting and comments."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import libcst as cst
 
 
 class Arguments:
-    """Arguments of a call, to be changed.
+    """The arguments of a call, which methods change.
 
     Args:
-        call: the call; it stays as it is.
-        positional: names of the parameters, in order, by which positional arguments are known.
+        call: the call, which itself is not changed.
+        positional: the names of positional arguments, in order.
     """
 
     def __init__(self, call: cst.Call, positional: Sequence[str] = ()) -> None:
@@ -24,34 +24,34 @@ class Arguments:
             for place, arg in enumerate(call.args)
         ]
         self._args: list[cst.Arg] = list(call.args)
-        #: Comments of arguments that were dropped, which would otherwise be lost.
+        #: Comments of dropped arguments, to keep elsewhere.
         self.comments: list[cst.Comment] = []
-        #: What means something else now: the argument, and what it means.
+        #: Changes of meaning: the argument, and its new meaning.
         self.changed: list[tuple[str, str]] = []
 
     @property
     def names(self) -> list[str]:
-        """Names of the arguments; ``""`` of a positional one that is not known, ``"*"`` and ``"**"`` of unpacked ones."""
+        """The arguments' names: ``""`` if positional and unknown, ``"*"`` or ``"**"`` if unpacked."""
         return self._names
 
     def source(self, name: str) -> str | None:
-        """An argument's value as source; ``None`` where it is not given."""
+        """Return an argument's value as source, or ``None`` if the call does not have it."""
         return code(self._args[self._names.index(name)].value) if name in self._names else None
 
     def literal(self, name: str) -> Any:
-        """An argument's value where it is a literal, else ``...``."""
+        """Return an argument's value if it is a literal, otherwise ``...``."""
         try:
             return ast.literal_eval(self.source(name) or "...")
         except (ValueError, SyntaxError):
             return ...
 
     def drop(self, name: str) -> None:
-        """Take an argument away."""
+        """Remove an argument."""
         place = self._names.index(name)
         arg = self._args.pop(place)
         self._names.pop(place)
         self.comments += comments(arg)
-        if self._args and place == len(self._args):  # the new last one ends as the old one did
+        if self._args and place == len(self._args):  # the new last argument ends like the old one
             last = self._args[-1]
             comma = _like(arg.comma, last.comma)
             self.comments += comments(last.comma) if not comments(comma) else []
@@ -60,7 +60,7 @@ class Arguments:
             )
 
     def rename(self, old: str, new: str, value: str | None = None) -> None:
-        """Call an argument by another name, with another value where one is given."""
+        """Rename an argument, and replace its value if one is given."""
         place = self._names.index(old)
         arg = self._args[place]
         changes: dict[str, Any] = {
@@ -72,7 +72,7 @@ class Arguments:
         self._args[place], self._names[place] = arg.with_changes(**changes), new
 
     def put(self, name: str, value: str, after: str | None = None) -> None:
-        """Set an argument, or add it behind ``after`` (default: behind all, but before ``**``)."""
+        """Set an argument; a new one goes after ``after`` (default: to the end, but before ``**``)."""
         if name in self._names:
             self.rename(name, name, value)
             return
@@ -85,11 +85,8 @@ class Arguments:
             new = new.with_changes(
                 comma=_like(last.comma, None), whitespace_after_arg=last.whitespace_after_arg
             )
-            between = (
-                self._args[-2].comma
-                if many
-                else cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-            )
+            plain = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+            between = self._args[-2].comma if many else plain
             comma = _like(between, last.comma)
             self.comments += comments(last.comma) if not comments(comma) else []
             self._args[-1] = last.with_changes(
@@ -101,7 +98,7 @@ class Arguments:
         self._names.insert(place, name)
 
     def extend(self, name: str, item: str) -> None:
-        """Add to a list that is an argument; make it one."""
+        """Add an item to a list argument, or make the list."""
         before = self.source(name)
         listed = (
             f"[{item}]"
@@ -114,7 +111,7 @@ class Arguments:
         self.put(name, listed if listed is not None else f"[*{before}, {item}]")
 
     def call(self) -> cst.Call:
-        """The call with the arguments as they are now."""
+        """Return the call with the changed arguments."""
         return self._call.with_changes(args=self._args)
 
 
@@ -123,12 +120,12 @@ _EQUAL = cst.AssignEqual(whitespace_before=_NONE, whitespace_after=_NONE)
 
 
 def code(node: cst.CSTNode) -> str:
-    """A node as source."""
+    """Return a node's source."""
     return cst.Module([]).code_for_node(node)
 
 
 def comments(node: cst.CSTNode | cst.MaybeSentinel) -> list[cst.Comment]:
-    """Every comment in a node, in order."""
+    """Return every comment in a node, in order."""
     if isinstance(node, cst.MaybeSentinel):
         return []
     found: list[cst.Comment] = [node] if isinstance(node, cst.Comment) else []
@@ -138,7 +135,7 @@ def comments(node: cst.CSTNode | cst.MaybeSentinel) -> list[cst.Comment]:
 
 
 def _bare(space: Any, said: Any = None) -> Any:
-    """Whitespace without its comments, or with the comment at the line's end that ``said`` has."""
+    """Return whitespace without its comments, with the first line of ``said`` if it has one."""
     if not isinstance(space, cst.ParenthesizedWhitespace):
         return space
     line = (
@@ -150,7 +147,7 @@ def _bare(space: Any, said: Any = None) -> Any:
 
 
 def _like(comma: Any, old: Any) -> Any:
-    """A comma with the line break of ``comma`` and the comment of ``old``."""
+    """Return a comma with the line break of ``comma`` and the comment of ``old``."""
     if not isinstance(comma, cst.Comma):
         return comma
     said = old.whitespace_after if isinstance(old, cst.Comma) else None

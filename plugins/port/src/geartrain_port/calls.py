@@ -1,4 +1,4 @@
-"""``Trainer(...)``: its arguments under geartrain's names, and what none stands for."""
+"""Port the arguments of ``Trainer(...)``, ``Fabric(...)``, ``LightningCLI(...)`` and ``fit(...)``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from geartrain import Trainer
 from geartrain_port import names
 from geartrain_port.arguments import Arguments
 
-#: Something that is left to do: what, and what to write.
+#: Something left to do by hand: the code, and the text to write.
 Todos = tuple[str, str]
 
 _KNOWN = [name for name in inspect.signature(Trainer).parameters if name != "unknown"]
 #: Values of accelerator= and distributed_backend= that were strategies.
 _STRATEGIES = ("dp", "ddp", "ddp2", "ddp_spawn", "horovod", "bagua")
-#: What strategies begin with that no distribution provides.
+#: Names, or their first parts, of strategies that no geartrain distribution has.
 _NO_STRATEGY = (
     "fsdp",
     "deepspeed",
@@ -30,7 +30,7 @@ _NO_STRATEGY = (
     "hpu",
     "ipu",
 )
-#: Arguments that ask for a plugin -> the plugin.
+#: Argument -> the plugin that does the same.
 _PLUGINS = {
     "enable_model_summary": "model_summary",
     "weights_summary": "model_summary",
@@ -38,7 +38,7 @@ _PLUGINS = {
     "track_grad_norm": "norms",
     "terminate_on_nan": "nan_guard",
 }
-#: Values with which an argument asks for nothing, or for what geartrain does anyway.
+#: Argument -> values with which it can be dropped: they do nothing, or geartrain's default.
 _NOTHING: dict[str, tuple[Any, ...]] = {
     "enable_checkpointing": (True, False, None),
     "checkpoint_callback": (True, False, None),
@@ -83,7 +83,7 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
 }
 
 
-#: Words of a file with several optimizers, or with steps of its own.
+#: Words that a file with several optimizers or with manual optimisation has.
 OWN_STEPS = {"automatic_optimization", "manual_backward", "optimizer_idx"}
 COUNTS_BATCHES = "it counts batches; Lightning counts each step of each optimizer"
 _IN_LIGHTNING = {
@@ -93,9 +93,10 @@ _IN_LIGHTNING = {
 
 
 def trainer(arguments: Arguments, words: Collection[str] = ()) -> list[Todos]:
-    """Port the arguments of ``Trainer(...)``; returns what is left.
+    """Port the arguments of ``Trainer(...)`` and return what is left to do.
 
     Args:
+        arguments: changed in place.
         words: every name in the file.
     """
     todo: list[Todos] = []
@@ -109,12 +110,8 @@ def trainer(arguments: Arguments, words: Collection[str] = ()) -> list[Todos]:
         if name in names.OF_TRAINER_CALL:
             todo.append((f"Trainer({name}=...)", names.OF_TRAINER_CALL[name]))
         elif name == "**":
-            todo.append(
-                (
-                    "Trainer(**...)",
-                    "look at its names: geartrain refuses those that it does not have",
-                )
-            )
+            what = "check its names: geartrain refuses those that it does not have"
+            todo.append(("Trainer(**...)", what))
         elif name in ("", "*"):
             todo.append(
                 ("Trainer's positional arguments", "name them: accelerator=..., devices=...")
@@ -125,7 +122,7 @@ def trainer(arguments: Arguments, words: Collection[str] = ()) -> list[Todos]:
 
 
 def _note_changes(arguments: Arguments, words: Collection[str]) -> None:
-    """Note what the same arguments, or none, mean in Lightning and not here."""
+    """Add the arguments, or missing arguments, with a different meaning in geartrain."""
     note, names_given = arguments.changed.append, set(arguments.names)
     folders = [
         name
@@ -133,14 +130,14 @@ def _note_changes(arguments: Arguments, words: Collection[str]) -> None:
         if name in names_given and arguments.literal(name) is not None
     ]
     for name in folders:
-        what = f"output={arguments.source(name)} is the folder of one run, and the next run is refused in it: give each a folder of its own"
+        what = (
+            f"output={arguments.source(name)} is the folder of one run, and the next run is refused "
+            "in it: give each run its own folder"
+        )
         note((f"Trainer({name}=...)", what))
     lost = set(_IN_LIGHTNING)
-    if (
-        folders
-        or "output" in names_given
-        or arguments.literal("fast_dev_run") not in (..., False, 0)
-    ):
+    writes = folders or "output" in names_given
+    if writes or arguments.literal("fast_dev_run") not in (..., False, 0):
         lost.clear()
     if "ModelCheckpoint" in words or any(
         arguments.literal(name) is False for name in ("enable_checkpointing", "checkpoint_callback")
@@ -150,65 +147,61 @@ def _note_changes(arguments: Arguments, words: Collection[str]) -> None:
         lost.discard("logs")
     if lost:
         does = " and ".join(_IN_LIGHTNING[one] for one in sorted(lost))
-        note(
-            (
-                "Trainer(...)",
-                f"Lightning's {does}; here nothing is written without output=DIR, or a ModelCheckpoint or a logger",
-            )
+        what = (
+            f"Lightning {does}; here nothing is written without output=DIR, a ModelCheckpoint "
+            "or a logger"
         )
+        note(("Trainer(...)", what))
     if (
         "max_steps" in names_given
         and arguments.literal("max_steps") != -1
         and OWN_STEPS & set(words)
     ):
-        note(("Trainer(max_steps=...)", f"{COUNTS_BATCHES}: divide it by how many a batch makes"))
+        note(("Trainer(max_steps=...)", f"{COUNTS_BATCHES}: divide it by the steps per batch"))
     if arguments.literal("track_grad_norm") not in (..., -1, None):
-        note(
-            (
-                "Trainer(track_grad_norm=...)",
-                "2-norms are logged, as grad_norm and grad_norm/NAME, each step",
-            )
-        )
+        what = "2-norms are logged in each step, as grad_norm and grad_norm/NAME"
+        note(("Trainer(track_grad_norm=...)", what))
     chosen = names_given & {"strategy", "distributed_backend", "accelerator"}
     if not chosen and arguments.literal("gpus") not in (..., None, 0, 1, "0", "1", []):
-        note(
-            (
-                "Trainer(gpus=...)",
-                "several GPUs were ddp_spawn's; here ddp runs the script once for each, or say strategy='ddp_spawn'",
-            )
+        what = (
+            "Lightning used ddp_spawn for several GPUs; here ddp runs the script once per GPU. "
+            "Set strategy='ddp_spawn' for the old behaviour"
         )
+        note(("Trainer(gpus=...)", what))
 
 
 def fabric(arguments: Arguments) -> list[Todos]:
-    """Port the arguments of ``Fabric(...)``, whose loggers are plugins; returns what is left."""
+    """Port the arguments of ``Fabric(...)``, whose loggers are plugins; return what is left to do."""
     if "loggers" in arguments.names and arguments.literal("loggers") in (None, []):
         arguments.drop("loggers")
     return _loggers(arguments, "Fabric", "loggers")
 
 
-#: Arguments of LightningCLI that say how it saves its configuration, and others that say nothing here.
+#: Arguments of LightningCLI to drop: about its saved configuration, or without a meaning in
+#: geartrain.
 _OF_CLI = (
-    *(
-        "save_config_callback",
-        "save_config_kwargs",
-        "save_config_filename",
-        "save_config_overwrite",
-        "save_config_multifile",
-    ),
-    *("auto_configure_optimizers", "auto_registry", "description", "env_prefix", "env_parse"),
+    "save_config_callback",
+    "save_config_kwargs",
+    "save_config_filename",
+    "save_config_overwrite",
+    "save_config_multifile",
+    "auto_configure_optimizers",
+    "auto_registry",
+    "description",
+    "env_prefix",
+    "env_parse",
 )
 
 
 def cli(arguments: Arguments, fits: bool) -> list[Todos]:
-    """Port the arguments of ``LightningCLI(...)`` to those of ``gt.cli``; returns what is left.
+    """Port the arguments of ``LightningCLI(...)`` to ``gt.cli(...)`` and return what is left to do.
 
     Args:
-        fits: True if the file fits what it gives next, as ``gt.cli`` does itself.
+        arguments: changed in place.
+        fits: True if the next statement calls fit, which ``gt.cli`` does itself.
     """
-    saves = (
-        "save_config_callback" not in arguments.names
-        or arguments.literal("save_config_callback") is not None
-    )
+    given = "save_config_callback" in arguments.names
+    saves = not given or arguments.literal("save_config_callback") is not None
     nothing: dict[str, tuple[Any, ...]] = {
         "run": (True, False) if fits else (True,),
         "subclass_mode_model": (False,),
@@ -227,36 +220,25 @@ def cli(arguments: Arguments, fits: bool) -> list[Todos]:
             arguments.rename(old, new)
     todo = _defaults(arguments)
     if not {"", "model"} & set(arguments.names):
-        todo.append(
-            (
-                "LightningCLI without a class",
-                "the classes: gt.cli(MyModule, MyDataModule); or geartrain fit FILE.py:CLASS",
-            )
-        )
+        what = "the classes: gt.cli(MyModule, MyDataModule); or geartrain fit FILE.py:CLASS"
+        todo.append(("LightningCLI without a class", what))
     for place, name in enumerate(arguments.names):
         if name not in ("", "model", "data", "argv", "defaults") or (name == "" and place > 1):
-            todo.append(
-                (
-                    f"LightningCLI({name}=...)",
-                    _LEFT_OF_CLI.get(
-                        name, "nothing: gt.cli takes the module's and the data's class"
-                    ),
-                )
-            )
-    means = "options are those of geartrain fit: --max-epochs, not --trainer.max_epochs, and no section trainer in a config file"
+            unknown = "nothing: gt.cli takes the module's and the data's class"
+            todo.append((f"LightningCLI({name}=...)", _LEFT_OF_CLI.get(name, unknown)))
+    means = (
+        "options are those of geartrain fit: --max-epochs, not --trainer.max_epochs, "
+        "and no section trainer in a config file"
+    )
     arguments.changed.append(("LightningCLI(...)", means))
     if saves:
-        arguments.changed.append(
-            (
-                "LightningCLI(...)",
-                "no config.yaml is saved: --print-config prints one, and output=DIR has plan.json",
-            )
-        )
+        means = "no config.yaml is saved: --print-config prints one, and output=DIR has plan.json"
+        arguments.changed.append(("LightningCLI(...)", means))
     return todo
 
 
 def _defaults(arguments: Arguments) -> list[Todos]:
-    """``trainer_defaults`` and ``seed_everything_default``, if they are written out, as ``defaults``; returns what is left of them."""
+    """Port literal ``trainer_defaults`` and ``seed_everything_default`` to ``defaults``."""
     todo: list[Todos] = []
     given = arguments.literal("trainer_defaults") if "trainer_defaults" in arguments.names else {}
     if isinstance(given, dict) and all(
@@ -290,7 +272,10 @@ _LEFT_OF_CLI = {
         ("subclass_mode_model", "subclass_mode_data"),
         "the class itself; or geartrain fit FILE.py:CLASS",
     ),
-    "run": "gt.cli(...) alone, which runs fit at once: what comes before belongs in __init__ or setup; or a Trainer and its fit",
+    "run": (
+        "gt.cli(...) alone, which runs fit at once: move earlier statements to __init__ or setup; "
+        "or use a Trainer and its fit"
+    ),
     "trainer_defaults": "a file of options, which --config FILE reads",
     "seed_everything_default": "--seed N",
     "parser_kwargs": "--config FILE",
@@ -300,9 +285,9 @@ _LEFT_OF_CLI = {
 
 
 def fit(arguments: Arguments) -> list[Todos]:
-    """``trainer.fit(ckpt_path=...)``, which means the same, but for two places that Lightning knows and its ``"last"``."""
+    """Port ``trainer.fit(ckpt_path=...)``: only ``"last"``, ``"hpc"`` and ``"registry"`` differ."""
     given = arguments.literal("ckpt_path") if "ckpt_path" in arguments.names else None
-    if given == "last":  # which Lightning passes over where there is none
+    if given == "last":  # like "auto", Lightning's "last" does nothing if no checkpoint exists
         arguments.put("ckpt_path", '"auto"')
     elif given in ("hpc", "registry"):
         return [(f"Trainer.fit(ckpt_path={given!r})", "ckpt_path=FILE")]
@@ -329,27 +314,21 @@ def _devices(arguments: Arguments) -> list[Todos]:
         if "accelerator" not in arguments.names:
             arguments.put("accelerator", '"gpu"', after="devices")
         if value is ...:
-            todo.append(
-                (
-                    f"Trainer({old}={arguments.source('devices')})",
-                    "accelerator='cpu' and no devices, where it is 0 or None",
-                )
-            )
+            what = "accelerator='cpu' and no devices if it is 0 or None"
+            todo.append((f"Trainer({old}={arguments.source('devices')})", what))
     if "num_processes" in arguments.names and "devices" not in arguments.names:
         arguments.rename("num_processes", "devices")
         if "accelerator" not in arguments.names:
             arguments.put("accelerator", '"cpu"', after="devices")
     if arguments.literal("auto_select_gpus") is True:
-        arguments.rename(
-            "auto_select_gpus", "accelerator_options", "{'auto_select': True}".replace("'", '"')
-        )
+        arguments.rename("auto_select_gpus", "accelerator_options", '{"auto_select": True}')
         if arguments.literal("accelerator") == "gpu":
             arguments.put("accelerator", '"cuda"')
     return todo
 
 
 def _as_strategy(arguments: Arguments, old: str) -> None:
-    """``accelerator="ddp"`` is a strategy."""
+    """Port ``accelerator="ddp"`` to a strategy."""
     name = str(arguments.literal(old))
     if "strategy" in arguments.names:
         arguments.drop(old)
@@ -367,12 +346,8 @@ def _strategy(arguments: Arguments) -> list[Todos]:
         if options:
             arguments.put("strategy_options", options.replace("'", '"'), after="strategy")
     elif isinstance(name, str) and name.startswith(_NO_STRATEGY):
-        return [
-            (
-                f"Trainer(strategy={name!r})",
-                "a strategy that is installed: geartrain plugins lists them",
-            )
-        ]
+        what = "an installed strategy: geartrain plugins lists them"
+        return [(f"Trainer(strategy={name!r})", what)]
     return []
 
 
@@ -432,22 +407,11 @@ def _others(arguments: Arguments) -> list[Todos]:
     if arguments.literal("benchmark") is True and on_cuda:
         arguments.rename("benchmark", "accelerator_options", '{"cudnn_benchmark": True}')
         arguments.put("accelerator", '"cuda"')
-    if arguments.literal("precision") in (
-        "16-true",
-        "transformer-engine",
-        "transformer-engine-float16",
-    ):
-        return [
-            (
-                f"Trainer(precision={arguments.source('precision')})",
-                "'16-mixed' or 'bf16-true': see docs/precision.md",
-            )
-        ]
+    unsupported = ("16-true", "transformer-engine", "transformer-engine-float16")
+    if arguments.literal("precision") in unsupported:
+        what = "'16-mixed' or 'bf16-true': see docs/precision.md"
+        return [(f"Trainer(precision={arguments.source('precision')})", what)]
     if isinstance(arguments.literal("accumulate_grad_batches"), dict):
-        return [
-            (
-                "Trainer(accumulate_grad_batches={...})",
-                "one number, or a plugin that wraps the step hook",
-            )
-        ]
+        what = "one number, or a plugin that wraps the step hook"
+        return [("Trainer(accumulate_grad_batches={...})", what)]
     return []

@@ -1,4 +1,4 @@
-"""Calls of Lightning's callbacks, loggers and functions: their arguments under geartrain's names, and what none stands for."""
+"""Port the arguments of Lightning's callbacks, loggers and functions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from geartrain_port.arguments import Arguments
 from geartrain_port.calls import Todos
 
-#: Class -> the order of its positional arguments, and each argument's name here; "" drops it.
+#: Class -> its positional arguments in order, and arguments with their names in geartrain; "" drops
+#: an argument.
 _CLASSES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "EarlyStopping": (
         ("monitor", "min_delta", "patience", "verbose", "mode"),
@@ -49,9 +50,9 @@ _CLASSES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
         {"experiment_name": "experiment", "synchronous": ""},
     ),
 }
-#: Classes whose first argument is another one here.
+#: Classes whose first argument is a different one in geartrain.
 _REORDERED = ("MLFlowLogger", "ModelCheckpoint", "WandbLogger")
-#: Class -> arguments that no name here stands for.
+#: Class -> arguments without a counterpart.
 _LEFT = {
     "EMAWeightAveraging": ("use_buffers", "update_starting_at_epoch"),
     "ModelCheckpoint": ("save_on_exception", "save_weights_only", "train_time_interval"),
@@ -63,10 +64,12 @@ _LEFT = {
 
 
 def plain(cls: str, arguments: Arguments, has_folder: bool = False) -> list[Todos]:
-    """Port the arguments of a callback, a logger or another name of Lightning's; returns what is left.
+    """Port the arguments of a callback, a logger or a function, and return what is left to do.
 
     Args:
-        has_folder: True if the run has a folder, in which files lie by default.
+        cls: Lightning's name.
+        arguments: changed in place.
+        has_folder: True if the run has a folder, which is then the default for files.
     """
     if cls == "ModelCheckpoint":
         _checkpoints(arguments, has_folder)
@@ -75,7 +78,10 @@ def plain(cls: str, arguments: Arguments, has_folder: bool = False) -> list[Todo
         and "save_dir" in arguments.names
         and not isinstance(arguments.literal("version"), int)
     ):
-        means = "it writes one file, where Lightning's makes a folder version_N for each run, and the next run is refused: give each a path"
+        means = (
+            "it writes one file, and the next run is refused: give each run a path. "
+            "Lightning makes a folder version_N for each run"
+        )
         arguments.changed.append(("CSVLogger(save_dir=...)", means))
     if cls in ("TensorBoardLogger", "CSVLogger"):
         _place(cls, arguments)
@@ -87,7 +93,7 @@ def plain(cls: str, arguments: Arguments, has_folder: bool = False) -> list[Todo
         elif new is not None:
             arguments.rename(name, new)
         elif name in order and (name != order[0] or cls in _REORDERED):
-            arguments.rename(name, name)  # positional there perhaps, and in another place here
+            arguments.rename(name, name)  # name it: its position may be another one in geartrain
     for special in (_offline, _upload):
         special(cls, arguments)
     return [
@@ -98,17 +104,20 @@ def plain(cls: str, arguments: Arguments, has_folder: bool = False) -> list[Todo
 
 
 def _checkpoints(arguments: Arguments, has_folder: bool) -> None:
-    """A place for the files; Lightning finds one itself."""
+    """Set a folder for checkpoints, because geartrain has no default."""
     if "dirpath" in arguments.names and arguments.literal("dirpath") is None:
         arguments.drop("dirpath")
     if not {"dirpath", "*", "**"} & set(arguments.names) and not has_folder:
         arguments.put("dirpath", '"checkpoints"')
-        means = "its files are in checkpoints, those of all runs; Lightning's are in lightning_logs/version_N/checkpoints"
+        means = (
+            "its files are in checkpoints, those of all runs; "
+            "Lightning's are in lightning_logs/version_N/checkpoints"
+        )
         arguments.changed.append(("ModelCheckpoint(...)", means))
 
 
 def _place(cls: str, arguments: Arguments) -> None:
-    """One folder or file for ``save_dir``, ``name`` and ``version``."""
+    """Replace ``save_dir``, ``name`` and ``version`` by one folder or file."""
     parts = []
     for name in ("save_dir", "name", "version"):
         if name in arguments.names:
@@ -162,7 +171,7 @@ def _upload(cls: str, arguments: Arguments) -> None:
         )
 
 
-#: Class -> names of its positional arguments.
+#: Class -> the names of its positional arguments.
 POSITIONAL: Mapping[str, tuple[str, ...]] = {
     name: order for name, (order, _) in _CLASSES.items()
 } | {

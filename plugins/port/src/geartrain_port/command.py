@@ -1,4 +1,4 @@
-"""``geartrain port FILE``: a script written for PyTorch Lightning, as one for geartrain; a diff, unless it is told to write."""
+"""``geartrain port FILE``: rewrite a script for PyTorch Lightning; prints a diff by default."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from geartrain_port import PortResult, port
 
 
 def command(name: str, argv: list[str]) -> None:
-    """Print the diff, or write the files; then list what means something else now, and what is left to do by hand.
+    """Print the diff, or write the files; then list changes of meaning and what is left to do.
 
     Raises:
-        UsageError: no such file, no Python, or nowhere to write.
+        UsageError: a file does not exist, is not Python, or cannot be written.
         GeartrainError: something is left to do by hand.
     """
     parser = argparse.ArgumentParser(
@@ -41,16 +41,13 @@ def command(name: str, argv: list[str]) -> None:
     if unknown:
         raise UsageError(f"there is no option {unknown[0]}. Known: --write, -o FILE")
     if not given.files:
-        raise UsageError(f"which file? Fix: geartrain {name} train.py")
+        raise UsageError(f"no file is given. Fix: geartrain {name} train.py")
     if given.output is not None and (given.write or len(given.files) > 1):
-        raise UsageError(
-            "-o writes one file to one place. Fix: without --write, one FILE at a time"
-        )
+        raise UsageError("-o writes one file. Fix: use it without --write, with one FILE at a time")
     output = None if given.output is None else user_path(given.output, "-o")
     sources = {path: _read(path) for path in given.files}
-    ported = {
-        path: port(source, str(path)) for path, source in sources.items()
-    }  # all of them, before one is written
+    # Port all files before writing one, so that an error changes nothing.
+    ported = {path: port(source, str(path)) for path, source in sources.items()}
     for path, result in ported.items():
         if given.write or output is not None:
             _write(output or path, sources[path], result.text)
@@ -60,19 +57,19 @@ def command(name: str, argv: list[str]) -> None:
 
 
 def _read(path: Path) -> str:
-    if (
-        path.suffix == ".ipynb"
-    ):  # its JSON is an expression in Python, in which nothing would be found
+    # A notebook's JSON is also valid Python, in which port would find nothing.
+    if path.suffix == ".ipynb":
         raise UsageError(
-            f"{path} is a notebook. Fix: jupyter nbconvert --to script {path}, and port what it writes"
+            f"{path} is a notebook. "
+            f"Fix: run jupyter nbconvert --to script {path}, and port the new file"
         )
     try:
-        # newline="": the file keeps its line ends.
+        # newline="" keeps the file's line ends.
         with path.open(encoding="utf-8", newline="") as file:
             return file.read()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"{path} cannot be read: {error}. Fix: the path of a Python file"
+            f"{path} cannot be read: {error}. Fix: pass the path of a Python file"
         ) from error
 
 
@@ -81,15 +78,16 @@ def _write(path: Path, before: str, text: str) -> None:
         return
     if path.exists() and not path.is_file():
         raise UsageError(
-            f"{path} is not a file, and would be replaced by one. Fix: without -o the diff goes to standard output"
+            f"{path} exists and is not a regular file. "
+            "Fix: use another path; without -o the diff goes to standard output"
         )
-    path = path.resolve()  # a link stays one
+    path = path.resolve()  # a link stays a link
     if not path.parent.is_dir():
         raise UsageError(
-            f"{path} cannot be written: there is no folder {path.parent}. Fix: create it"
+            f"{path} cannot be written: the folder {path.parent} does not exist. Fix: create it"
         )
     try:
-        with replacing(path) as file:  # a full disk leaves the user's file as it was
+        with replacing(path) as file:  # atomic, so that a full disk does not damage the file
             file.write(text.encode())
             if path.exists():
                 shutil.copymode(path, file.name)
@@ -107,10 +105,10 @@ def _diff(path: Path, before: str, after: str) -> str:
 
 
 def _say(name: str, ported: dict[Path, PortResult]) -> None:
-    """List what means something else now and what is left, on standard error: the diff may go into a file.
+    """List changes of meaning and what is left, on standard error, apart from the diff.
 
     Raises:
-        GeartrainError: something is left.
+        GeartrainError: something is left to do by hand.
     """
     for path, result in ported.items():
         for changed in result.changed:
@@ -123,5 +121,6 @@ def _say(name: str, ported: dict[Path, PortResult]) -> None:
     count = sum(len(result.left) for result in ported.values())
     if count:
         raise GeartrainError(
-            f"{count} thing{'s are' if count > 1 else ' is'} left to do by hand; the lines are those of the file before"
+            f"{count} thing{'s are' if count > 1 else ' is'} left to do by hand; "
+            "line numbers are those of the original file"
         )

@@ -1,8 +1,12 @@
-"""What ``geartrain port`` knows of PyTorch Lightning's names, and of Bagua's: what stands for each, and what to do where nothing does."""
+"""Names of PyTorch Lightning and Bagua: geartrain's counterparts, and texts that say what to write.
+
+The tables map a name to the text that follows "Write:". A text that starts with "nothing" means
+that there is no counterpart.
+"""
 
 from __future__ import annotations
 
-#: Lightning's packages. Names are looked up by what follows one of these, longest first.
+#: Lightning's packages, longest first. Names are looked up by their path after one of these.
 ROOTS = (
     "lightning.pytorch",
     "lightning.fabric",
@@ -13,11 +17,12 @@ ROOTS = (
     "bagua",
 )
 
-#: (first part of the path behind the root, name) -> module and name here. A class may be imported from deeper down.
+#: (first part of the path after the package, name) -> module and name in geartrain. A script may
+#: also import the class from a deeper module.
 TARGETS = {
     ("", "LightningModule"): "geartrain:Module",
     ("", "LightningDataModule"): "geartrain:DataModule",
-    ("", "Module"): "geartrain:Module",  # as it is once it was ported
+    ("", "Module"): "geartrain:Module",  # in a file that was ported before
     ("", "DataModule"): "geartrain:DataModule",
     ("", "Trainer"): "geartrain:Trainer",
     ("", "seed_everything"): "geartrain:seed_everything",
@@ -59,11 +64,15 @@ TARGETS = {
     ("plugins", "DDP2Plugin"): "geartrain.strategies:DDP2Strategy",
 }
 
-#: Lightning's modules that have a counterpart of the same name, for ``pl.callbacks.X`` and ``from lightning.pytorch import callbacks``.
+#: Lightning's modules with a counterpart of the same name, for ``pl.callbacks.X`` and
+#: ``from lightning.pytorch import callbacks``.
 MODULES = ("accelerators", "callbacks", "loggers", "strategies")
 
 _CLI = "gt.cli(MyModule, MyDataModule) as the script's last line"
-#: Names without a counterpart, or groups of them -> what to do.
+_PROGRESS_BAR = (
+    "nothing: geartrain-callbacks has a progress bar; enable_progress_bar=False turns it off"
+)
+#: Names or modules without a counterpart.
 INSTEAD = {
     "rank_zero_only": "if self.global_rank == 0, or trainer.is_global_zero",
     "rank_zero_info": "self.print(...), or logging on trainer.is_global_zero",
@@ -76,14 +85,14 @@ INSTEAD = {
     "BatchSizeFinder": "geartrain tune batch-size",
     "StochasticWeightAveraging": "geartrain.callbacks.EMA, or torch.optim.swa_utils",
     "WeightAveraging": "geartrain.callbacks.EMA, or torch.optim.swa_utils",
-    "RichProgressBar": "nothing: geartrain-callbacks has a progress bar; enable_progress_bar=False turns it off",
-    "TQDMProgressBar": "nothing: geartrain-callbacks has a progress bar; enable_progress_bar=False turns it off",
-    "OnExceptionCheckpoint": "ModelCheckpoint, or a Callback of your own with on_exception",
+    "RichProgressBar": _PROGRESS_BAR,
+    "TQDMProgressBar": _PROGRESS_BAR,
+    "OnExceptionCheckpoint": "ModelCheckpoint, or your own Callback with on_exception",
     "LambdaCallback": "a subclass of geartrain.callbacks.Callback",
-    "metrics": "the package torchmetrics, whose objects self.log takes with geartrain-torchmetrics",
+    "metrics": "the package torchmetrics; with geartrain-torchmetrics, self.log takes its objects",
     "callbacks": "a subclass of geartrain.callbacks.Callback, see docs/callbacks.md",
     "loggers": "a plugin with a log_metrics hook, see docs/write-a-plugin.md",
-    "strategies": "a strategy that is installed (geartrain plugins), or one of your own, see docs/write-a-strategy.md",
+    "strategies": "an installed strategy (geartrain plugins), or see docs/write-a-strategy.md",
     "profilers": "torch.profiler.profile() around fit, or plugins=['throughput']",
     "profiler": "torch.profiler.profile() around fit, or plugins=['throughput']",
     "tuner": "geartrain.tuning.Tuner, or the command geartrain tune",
@@ -102,7 +111,7 @@ INSTEAD = {
     "bagua": "a Trainer with strategy='bagua', see docs/from-bagua.md",
 }
 
-#: What a module has in Lightning and not here -> what to write.
+#: Members of Lightning's module that geartrain's does not have.
 MEMBERS = {
     "logger": "self.log(...), or a plugin with a log_metrics hook",
     "loggers": "self.log(...), or a plugin with a log_metrics hook",
@@ -111,9 +120,11 @@ MEMBERS = {
     "to_onnx": "torch.onnx.export(self, ...)",
     "to_torchscript": "torch.jit.script(self)",
     "to_tensorrt": "torch_tensorrt.compile(self, ...)",
-    "load_from_checkpoint": "Trainer.validate, test or predict(..., ckpt_path=FILE), which reads the weights",
+    "load_from_checkpoint": (
+        "Trainer.validate, test or predict(..., ckpt_path=FILE), which reads the weights"
+    ),
     "on_gpu": "self.device.type == 'cuda'",
-    "fabric": "nothing: a module is trained by a Trainer, a loop of your own by gt.Session",
+    "fabric": "nothing: a Trainer trains a module; your own loop uses gt.Session",
     "device_mesh": "nothing: no geartrain strategy shards a model",
     "strict_loading": "nothing: weights are read strictly",
     "hparams_initial": "self.hparams",
@@ -128,7 +139,7 @@ MEMBERS = {
     "get_from_queue": "nothing: metrics and weights come back from ddp_spawn by themselves",
 }
 
-#: Class methods of Lightning's classes -> what to write.
+#: Class methods of Lightning's classes.
 OF_CLASSES = {
     "load_from_checkpoint": MEMBERS["load_from_checkpoint"],
     "from_argparse_args": _CLI,
@@ -137,7 +148,7 @@ OF_CLASSES = {
     "from_datasets": "a subclass of gt.DataModule",
 }
 
-#: What a trainer has in Lightning and not here -> what to write.
+#: Members of Lightning's trainer that geartrain's does not have.
 OF_TRAINER = {
     "accelerator": "trainer.plan.accelerator.name",
     "strategy": "trainer.plan.strategy.name",
@@ -174,14 +185,16 @@ OF_TRAINER = {
     "early_stopping_callbacks": "the objects in callbacks=[...]",
     "checkpoint_callbacks": "the objects in callbacks=[...]",
     "progress_bar_callback": "nothing: the progress bar has no methods",
-    "save_checkpoint": 'torch.save({"model": model.state_dict()}, FILE), which ckpt_path=FILE reads',
+    "save_checkpoint": (
+        'torch.save({"model": model.state_dict()}, FILE), which ckpt_path=FILE reads'
+    ),
     "fit_loop": "trainer.current_epoch, trainer.global_step and the batch_idx of the hook",
     "state": "trainer.run.command and trainer.run.stage",
     "is_last_batch": "batch_idx + 1 == trainer.num_training_batches",
     "enable_validation": "limit_val_batches=0 turns validation off",
     "scaler": "nothing: precision='16-mixed' scales by itself",
     "precision_plugin": "nothing: trainer.precision is its name",
-    "distributed_sampler_kwargs": "use_distributed_sampler=False, and a sampler of your own",
+    "distributed_sampler_kwargs": "use_distributed_sampler=False, and your own sampler",
     "init_module": "nothing: a module is made on the CPU and moved once",
     "interrupted": "except KeyboardInterrupt around fit",
     "received_sigterm": "on_exception of a callback",
@@ -208,7 +221,7 @@ OF_TRAINER = {
     "min_steps": "nothing: there is no such argument",
 }
 
-#: What a Fabric has in Lightning and a Session has not -> what to write.
+#: Members of Lightning's Fabric that a Session does not have.
 OF_FABRIC = {
     "accelerator": "fabric.plan.accelerator.name",
     "strategy": "fabric.plan.strategy.name",
@@ -220,13 +233,17 @@ OF_FABRIC = {
     "load_raw": "model.load_state_dict(torch.load(FILE, weights_only=True))",
 }
 
-#: What Lightning's wrapper of an optimizer has -> what to write; no other library's objects have methods of these names.
+#: Members of Lightning's wrapper of an optimizer. No other library has methods with these names.
 OF_OPTIMIZERS = {
-    "toggle_model": "with self.toggled_optimizer(optimizer): ..., or self.toggle_optimizer(optimizer)",
-    "untoggle_model": "with self.toggled_optimizer(optimizer): ..., or self.untoggle_optimizer(optimizer)",
+    "toggle_model": (
+        "with self.toggled_optimizer(optimizer): ..., or self.toggle_optimizer(optimizer)"
+    ),
+    "untoggle_model": (
+        "with self.toggled_optimizer(optimizer): ..., or self.untoggle_optimizer(optimizer)"
+    ),
 }
 
-#: Strategies of Lightning's registry -> the strategy here and its options.
+#: Strategies of Lightning's registry -> geartrain's strategy and its options.
 SPELT = {
     "ddp_fork": ("ddp_spawn", "{'start_method': 'fork'}"),
     "ddp_notebook": ("ddp_spawn", "{'start_method': 'fork'}"),
@@ -241,7 +258,7 @@ SPELT = {
     "ddp_notebook_find_unused_parameters_false": ("ddp_spawn", "{'start_method': 'fork'}"),
 }
 
-#: Arguments of Lightning's Trainer that geartrain spells in another way -> what to write.
+#: Arguments of Lightning's Trainer that geartrain's does not have.
 OF_TRAINER_CALL = {
     "gpus": "devices=N with accelerator='gpu' (or 'cuda')",
     "num_gpus": "devices=N with accelerator='gpu'",
@@ -249,15 +266,22 @@ OF_TRAINER_CALL = {
     "num_processes": "devices=N with accelerator='cpu'",
     "distributed_backend": "strategy=NAME",
     "replace_sampler_ddp": "use_distributed_sampler=...",
-    "auto_select_gpus": "devices=find_usable_cuda_devices(k), or the cuda accelerator's auto_select option",
+    "auto_select_gpus": (
+        "devices=find_usable_cuda_devices(k), or the cuda accelerator's auto_select option"
+    ),
     "default_root_dir": "output=DIR",
-    "enable_checkpointing": "nothing: output=DIR writes last.ckpt, plugins=[ModelCheckpoint(...)] the best, and else nothing is written",
+    "enable_checkpointing": (
+        "nothing: output=DIR writes last.ckpt, plugins=[ModelCheckpoint(...)] the best; "
+        "without both nothing is written"
+    ),
     "checkpoint_callback": "plugins=[ModelCheckpoint(...)] of geartrain.callbacks",
     "weights_save_path": "output=DIR",
     "logger": "plugins=[...], and output=DIR for metrics.jsonl",
     "progress_bar_refresh_rate": "enable_progress_bar=True or False",
     "auto_lr_find": "geartrain.tuning.Tuner(trainer).lr_find(model), or geartrain tune lr",
-    "auto_scale_batch_size": "geartrain.tuning.Tuner(trainer).scale_batch_size(model), or geartrain tune batch-size",
+    "auto_scale_batch_size": (
+        "geartrain.tuning.Tuner(trainer).scale_batch_size(model), or geartrain tune batch-size"
+    ),
     "truncated_bptt_steps": "nothing: split the sequence in training_step",
     "sync_batchnorm": "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before fit",
     "resume_from_checkpoint": "ckpt_path=PATH of fit",
@@ -275,35 +299,41 @@ OF_TRAINER_CALL = {
     "benchmark": "accelerator_options={'cudnn_benchmark': True}",
     "inference_mode": "nothing: evaluation runs under torch.no_grad()",
     "profiler": "torch.profiler.profile() around fit, or plugins=['throughput']",
-    "detect_anomaly": "torch.autograd.set_detect_anomaly(True) before fit, or plugins=['nan_guard']",
+    "detect_anomaly": (
+        "torch.autograd.set_detect_anomaly(True) before fit, or plugins=['nan_guard']"
+    ),
     "barebones": "enable_progress_bar=False: nothing else is on by default",
-    "reload_dataloaders_every_n_epochs": "nothing: a loader is made once; let its dataset or sampler change with the epoch",
-    "enable_autolog_hparams": "nothing: loggers are given the hyperparameters, and without a logger nobody is",
-    "model_registry": "nothing: upload what the run wrote",
-    "prepare_data_per_node": "nothing: prepare_data is called once a node",
+    "reload_dataloaders_every_n_epochs": (
+        "nothing: a loader is made once; make its dataset or sampler change with the epoch"
+    ),
+    "enable_autolog_hparams": "nothing: every logger gets the hyperparameters",
+    "model_registry": "nothing: upload the run's files yourself",
+    "prepare_data_per_node": "nothing: prepare_data is called once per node",
     "amp_backend": "precision='16-mixed': torch's own is the only one",
     "amp_level": "precision='16-mixed': torch's own is the only one",
-    "move_metrics_to_cpu": "nothing: outputs of training_epoch_end are detached, and those of predict on the CPU",
+    "move_metrics_to_cpu": (
+        "nothing: outputs of training_epoch_end are detached, and those of predict on the CPU"
+    ),
     "multiple_trainloader_mode": "nothing: combine the loaders in train_dataloader",
     "stochastic_weight_avg": "plugins=['ema'], which averages exponentially",
 }
 
-#: Strategies that were accelerators in Lightning 1.4 -> what to write.
+#: Strategies that were accelerators in Lightning 1.4.
 WERE_ACCELERATORS = {
     name: f"strategy={name!r}" for name in ("dp", "ddp", "ddp2", "ddp_spawn", "horovod")
 } | {"ddp_cpu": "strategy='ddp' with accelerator='cpu'"}
 
-#: Arguments of Lightning's ``Trainer.fit`` -> what to write.
+#: Arguments of Lightning's ``Trainer.fit``.
 OF_FIT = {
     "dataloaders": "train_dataloaders=...",
-    "weights_only": "nothing: files are always read so",
+    "weights_only": "nothing: files are always read in this way",
 }
 
-#: Options of LightningCLI that are not Trainer's arguments -> what to write.
+#: Options of LightningCLI that are not Trainer's arguments.
 OF_CLI = {
-    "ckpt_path": "--checkpoint FILE for its weights, or fit --resume FILE to go on from there",
+    "ckpt_path": "--checkpoint FILE for its weights, or fit --resume FILE to continue the run",
     "seed_everything": "--seed",
-    "callbacks": "--plugin NAME_OR_FILE, for a callback that is one of the plugins; they are objects",
+    "callbacks": "--plugin NAME_OR_FILE for a callback that is a plugin; callbacks are objects",
 }
 
 _KERAS = [
@@ -312,7 +342,7 @@ _KERAS = [
     for what in ("", "_batch")
     for end in ("begin", "end")
 ]
-#: Methods of callbacks of Keras and of transformers' Trainer -> whose they are.
+#: Methods of callbacks of Keras and of transformers' Trainer -> the class that has them.
 OF_OTHERS = {
     **dict.fromkeys(
         [*_KERAS, "on_epoch_begin", "on_epoch_end", "on_batch_begin", "on_batch_end"],
@@ -320,23 +350,23 @@ OF_OTHERS = {
     ),
     **dict.fromkeys(
         [
-            f"on_{what}"
-            for what in (
-                "step_begin",
-                "pre_optimizer_step",
-                "optimizer_step",
-                "substep_end",
-                "evaluate",
-                "predict",
-                "save",
-            )
-        ]
-        + ["on_log", "on_prediction_step", "on_push_begin", "on_init_end"],
+            "on_step_begin",
+            "on_pre_optimizer_step",
+            "on_optimizer_step",
+            "on_substep_end",
+            "on_evaluate",
+            "on_predict",
+            "on_save",
+            "on_log",
+            "on_prediction_step",
+            "on_push_begin",
+            "on_init_end",
+        ],
         "a TrainerCallback of transformers",
     ),
 }
 
-#: Methods of Lightning's module that geartrain would never call -> what to do instead.
+#: Methods of Lightning's module that geartrain never calls.
 NOT_CALLED = {
     "optimizer_step": "a plugin's optimizer_step hook",
     "optimizer_zero_grad": "on_before_zero_grad",
@@ -366,10 +396,10 @@ NOT_CALLED = {
     "log_grad_norm": "Trainer(plugins=['norms'])",
     "tbptt_split_batch": "splitting the sequence in training_step",
     "predict_step_end": "predict_step",
-    "predict_epoch_end": "what Trainer.predict returns",
+    "predict_epoch_end": "the return value of Trainer.predict",
 }
 
-#: Methods of Lightning's data module that geartrain would never call -> what to do instead.
+#: Methods of Lightning's data module that geartrain never calls.
 NOT_CALLED_OF_DATA = {
     "transfer_batch_to_device": "the same method of the module",
     "on_before_batch_transfer": "the same method of the module",
@@ -398,7 +428,7 @@ _BY_OWNER = {
     "accelerator": WERE_ACCELERATORS,
 }
 
-#: Options of self.log that are not here -> what to write.
+#: Arguments of Lightning's self.log that geartrain's does not have.
 LOG = {
     "enable_graph": "nothing: a logged tensor is detached",
     "sync_dist_group": "nothing: sync_dist=True reduces over all ranks",
@@ -407,7 +437,10 @@ LOG = {
 
 
 def tail(qualified: str) -> str | None:
-    """What follows Lightning's package in a qualified name; ``None`` where it is no name of Lightning's or Bagua's."""
+    """Return the path after Lightning's package in a qualified name; ``None`` for other names.
+
+    A name of Bagua's or of Fabric's keeps ``bagua`` or ``fabric`` as its first part.
+    """
     for root in ROOTS:
         if qualified == root or qualified.startswith(f"{root}."):
             kept = next((name for name in ("fabric", "bagua") if root.endswith(name)), "")
@@ -416,21 +449,29 @@ def tail(qualified: str) -> str | None:
 
 
 def key(path: str) -> tuple[str, str]:
-    """(first part, name) of a path behind the root: ``callbacks.early_stopping.EarlyStopping`` is ``("callbacks", "EarlyStopping")``."""
+    """Return the first part and the last of a path after the package.
+
+    ``callbacks.early_stopping.EarlyStopping`` is ``("callbacks", "EarlyStopping")``.
+    """
     first, _, rest = path.removeprefix("fabric.").partition(".")
     return ("", first) if not rest else (first, rest.rpartition(".")[2])
 
 
 def target(path: str) -> tuple[str, str] | None:
-    """Module and name here for a path behind the root, if there is one."""
+    """Return geartrain's module and name for a path after the package, or ``None``."""
     found = TARGETS.get(key(path))
     return (found.partition(":")[0], found.partition(":")[2]) if found else None
 
 
 def hint(owner: str, name: str) -> str:
-    """Return what to write for a name of Lightning's, and whose a method of other frameworks is; empty for others.
+    """Return the text to write for a name of Lightning's; the empty string for other names.
 
-    An entry point of ``geartrain.hints``.
+    For a method of another framework's callbacks, return the class that has it. This is an entry
+    point of ``geartrain.hints``.
+
+    Args:
+        owner: the object without the name: ``"Trainer"``, ``"option"``, ``"geartrain.callbacks"``.
+        name: the name that a user wrote.
     """
     if owner.partition(".")[0] == "geartrain":
         return _counterpart(f"{owner.partition('.')[2]}.{name}".lstrip("."))
@@ -444,16 +485,12 @@ def _counterpart(path: str) -> str:
     found, (group, name) = target(path), key(path)
     if found is None:
         return INSTEAD[name] if name in INSTEAD and name not in MODULES else ""
-    return (
-        f"{found[0]}.{found[1]}" if (found[0].partition(".")[2], found[1]) != (group, name) else ""
-    )
+    same = (found[0].partition(".")[2], found[1]) == (group, name)
+    return "" if same else f"{found[0]}.{found[1]}"
 
 
 def instead(path: str) -> str:
-    """What to do about a name that has no counterpart."""
+    """Return the text to write for a name without a counterpart."""
     group, name = key(path)
-    return (
-        INSTEAD.get(name)
-        or INSTEAD.get(group)
-        or "nothing of this name: see docs/from-lightning.md"
-    )
+    unknown = "nothing of this name: see docs/from-lightning.md"
+    return INSTEAD.get(name) or INSTEAD.get(group) or unknown

@@ -1,4 +1,4 @@
-"""What porting a file gives."""
+"""The result of porting a file."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, order=True, slots=True)
 class Todo:
-    """Something that was not ported."""
+    """A note about a line: something that was not ported, or that has a different meaning now."""
 
-    #: Of the source that was given, from 1.
+    #: The line in the original source, from 1.
     line: int
     what: str
-    #: What to write.
+    #: The text to write, or the new meaning.
     instead: str
 
 
 @dataclass(frozen=True, slots=True)
 class PortResult:
-    """A file after it was ported."""
+    """A ported file."""
 
     text: str
+    #: Lines that were not ported.
     left: tuple[Todo, ...]
-    #: What was ported and means something else here; ``instead`` says what.
+    #: Lines that were ported and mean something else in geartrain.
     changed: tuple[Todo, ...] = ()

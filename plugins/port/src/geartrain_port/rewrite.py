@@ -1,4 +1,4 @@
-"""The file as geartrain has it: references, imports and calls exchanged, the rest as it was."""
+"""Rewrite a file for geartrain: references, imports and calls. The rest stays as it is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from geartrain_port.arguments import Arguments, comments
 from geartrain_port.result import PortResult, Todo
 from geartrain_port.survey import Survey, dotted, root
 
-#: Methods of a trainer -> arguments that are called otherwise here.
+#: Methods of a trainer -> arguments with another name in geartrain.
 _METHODS = {
     "fit": {"train_dataloader": "train_dataloaders", "val_dataloader": "val_dataloaders"},
     "validate": {"val_dataloaders": "dataloaders"},
@@ -40,12 +40,12 @@ class _Rewrite(cst.CSTTransformer):
         super().__init__()
         self._survey = survey
         self.left: list[Todo] = []
-        #: What the package is called here: the usual name, unless the file has another use for it.
+        #: The package's name in the new file: ``gt``, unless the file uses that name otherwise.
         taken = survey.words | set(survey.modules)
         self._package = "gt" if "gt" not in taken or survey.modules.get("gt") == "" else "geartrain"
-        #: References by a bare name that get a new one -> it.
+        #: Names in the file -> their new names.
         self._renamed = self._choose_names()
-        #: Imports that the references need besides those that the file has: (module, name).
+        #: Imports that the references need in addition to the file's: (module, name).
         self._more = {
             (module, name)
             for node, path in survey.references.items()
@@ -55,18 +55,19 @@ class _Rewrite(cst.CSTTransformer):
             or not (module.startswith("geartrain.") or module == "geartrain")
         }
         self._to_add = self._more - survey.brought
-        #: Modules of Lightning's, by the file's names, that something was ported of.
+        #: The file's names of Lightning's modules with at least one ported reference.
         self._roots = {root(node) for node in survey.references if isinstance(node, cst.Attribute)}
         self._comments: list[cst.Comment] = []
         self._trainers = {"trainer"}
-        #: Variables with what LightningCLI gives.
+        #: Variables whose value is a LightningCLI.
         self._clis: set[str] = set()
-        #: Calls of LightningCLI that do not run, and what runs them: gt.cli does both.
+        #: Calls of LightningCLI with run=False -> the statement that then runs fit. gt.cli does
+        #: both.
         self._run_later: dict[cst.Call, cst.Expr] = {}
         self._own_steps = not calls.OWN_STEPS.isdisjoint(survey.words)
 
     def _choose_names(self) -> dict[str, str]:
-        """A bare name -> what stands for it: ``LightningModule`` is ``Module``, where the file has no other use for that."""
+        """Return names and their new names: ``LightningModule`` becomes ``Module`` if that is free."""
         new: dict[str, str] = {}
         for node, path in self._survey.references.items():
             if isinstance(node, cst.Name):
@@ -91,25 +92,23 @@ class _Rewrite(cst.CSTTransformer):
         if dotted(original_node.value) in self._clis:
             return self._of_cli(original_node, updated_node)
         path = self._survey.references.get(original_node)
-        return (
-            cst.parse_expression(self._reference(root(original_node), path))
-            if path is not None
-            else updated_node
-        )
+        if path is None:
+            return updated_node
+        return cst.parse_expression(self._reference(root(original_node), path))
 
     def _of_cli(self, original: cst.Attribute, updated: cst.Attribute) -> cst.BaseExpression:
-        """What LightningCLI has: gt.cli gives the trainer."""
+        """Port an attribute of a LightningCLI: gt.cli returns the trainer."""
         name = original.attr.value
         if name == "trainer":
             return updated.value
         if name == "model":
             return cst.parse_expression(f"{dotted(original.value)}.run.module")
         if name not in ("datamodule", "run"):
-            self._survey.say(original, dotted(original), "nothing: gt.cli gives the trainer")
+            self._survey.say(original, dotted(original), "nothing: gt.cli returns the trainer")
         return updated
 
     def _reference(self, start: str, path: str) -> str:
-        """How the counterpart of ``path`` is written in a file that has ``start`` for a module of Lightning's."""
+        """Return the source of the counterpart of ``path``; the old source started with ``start``."""
         module, name = _target(path)
         if (module, name) in self._more:
             return name
@@ -119,12 +118,9 @@ class _Rewrite(cst.CSTTransformer):
         return f"{self._local(start)}{module.removeprefix('geartrain')}.{name}"
 
     def _local(self, start: str) -> str:
-        """The package's name here for the name that the file had."""
-        return (
-            "geartrain"
-            if start in ("pytorch_lightning", "lightning", "geartrain")
-            else self._package
-        )
+        """Return the new name of the package for the file's name of it."""
+        full = start in ("pytorch_lightning", "lightning", "geartrain")
+        return "geartrain" if full else self._package
 
     def leave_Annotation(
         self, original_node: cst.Annotation, updated_node: cst.Annotation
@@ -150,7 +146,7 @@ class _Rewrite(cst.CSTTransformer):
     ) -> (
         cst.SimpleStatementLine | cst.FlattenSentinel[cst.SimpleStatementLine] | cst.RemovalSentinel
     ):
-        if not updated_node.body:  # it was removed
+        if not updated_node.body:  # the statement was removed
             self._comments += comments(original_node)
             return cst.RemoveFromParent()
         if not any(_is_import(statement) for statement in updated_node.body):
@@ -173,7 +169,7 @@ class _Rewrite(cst.CSTTransformer):
         return cst.FlattenSentinel(lines)
 
     def _with_comments(self, line: cst.SimpleStatementLine) -> cst.SimpleStatementLine:
-        """The line, under the comments that stood in what was taken away."""
+        """Return the line with the comments of removed code above it."""
         if not self._comments:
             return line
         more = [cst.EmptyLine(comment=comment) for comment in self._comments]
@@ -190,7 +186,7 @@ class _Rewrite(cst.CSTTransformer):
         return [*new, *(_line(f"from {module} import {name}") for module, name in more)]
 
     def _import(self, statement: cst.Import) -> list[cst.BaseSmallStatement]:
-        """``import pytorch_lightning as pl``, alone or among others."""
+        """Port ``import pytorch_lightning as pl``, alone or with other names."""
         new: list[str] = []
         kept: list[cst.ImportAlias] = []
         for alias in statement.names:
@@ -223,7 +219,7 @@ class _Rewrite(cst.CSTTransformer):
         return lines
 
     def _import_from(self, statement: cst.ImportFrom) -> list[cst.BaseSmallStatement]:
-        """``from pytorch_lightning import Trainer, LightningModule``."""
+        """Port ``from pytorch_lightning import Trainer, LightningModule``."""
         base = names.tail(dotted(statement.module))
         if base is None or isinstance(statement.names, cst.ImportStar):
             return [statement]
@@ -251,22 +247,20 @@ class _Rewrite(cst.CSTTransformer):
         return lines
 
     def _package_itself(self, alias: cst.ImportAlias) -> list[cst.BaseSmallStatement]:
-        """``from lightning import pytorch as pl``."""
+        """Port ``from lightning import pytorch as pl``."""
         local = alias.evaluated_alias or alias.evaluated_name
-        kept = (
-            [_line(f"from lightning import {alias.evaluated_name} as {local}")]
-            if local in self._survey.needed
-            else []
-        )
-        new = (
-            [_line(f"import geartrain{' as gt' if self._package == 'gt' else ''}")]
-            if not kept or local in self._roots
-            else []
-        )
-        return [*kept, *new]
+        lines: list[cst.BaseSmallStatement] = []
+        if local in self._survey.needed:
+            lines.append(_line(f"from lightning import {alias.evaluated_name} as {local}"))
+        if not lines or local in self._roots:
+            lines.append(_line(f"import geartrain{' as gt' if self._package == 'gt' else ''}"))
+        return lines
 
     def _alias(self, base: str, alias: cst.ImportAlias) -> tuple[str | None, cst.ImportAlias]:
-        """Where a name is imported from here, and as what: ``None`` where it stays, ``""`` where it is the package itself."""
+        """Return the new module and the new alias of an imported name.
+
+        The module is ``None`` if the import stays, and ``""`` if the name is the package itself.
+        """
         path, old = f"{base}.{alias.evaluated_name}".lstrip("."), alias.evaluated_name
         if path in ("pytorch", "fabric"):
             return "", alias
@@ -289,11 +283,9 @@ class _Rewrite(cst.CSTTransformer):
     # --- calls ------------------------------------------------------------------------------------
 
     def visit_Assign(self, node: cst.Assign) -> None:
-        name = (
-            names.key(self._survey.references.get(node.value.func, "?"))[1]
-            if isinstance(node.value, cst.Call)
-            else ""
-        )
+        name = ""
+        if isinstance(node.value, cst.Call):
+            name = names.key(self._survey.references.get(node.value.func, "?"))[1]
         targets = {dotted(target.target) for target in node.targets}
         if name == "Trainer":
             self._trainers |= targets
@@ -308,7 +300,7 @@ class _Rewrite(cst.CSTTransformer):
         self._pair(node.body)
 
     def _pair(self, body: Sequence[cst.BaseStatement]) -> None:
-        """Note each ``x = LightningCLI(...)`` whose next statement is ``x.trainer.fit(x.model, x.datamodule)``."""
+        """Find each ``x = LightningCLI(...)`` before ``x.trainer.fit(x.model, x.datamodule)``."""
         for made, fits in pairwise(map(_only, body)):
             if not (
                 isinstance(made, cst.Assign)
@@ -395,7 +387,7 @@ class _Rewrite(cst.CSTTransformer):
             self._survey.say(
                 call,
                 f"{method}(ckpt_path='best')",
-                "callbacks=[ModelCheckpoint(monitor=..., dirpath=DIR)], without which none is kept",
+                "callbacks=[ModelCheckpoint(monitor=..., dirpath=DIR)], which saves the best",
             )
         if arguments.literal("return_predictions") is False:
             arguments.changed.append(
@@ -422,20 +414,16 @@ def _target(path: str) -> tuple[str, str]:
 
 
 def _only(line: cst.BaseStatement) -> cst.BaseSmallStatement | None:
-    """The one small statement of a line."""
-    return (
-        line.body[0] if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1 else None
-    )
+    """Return the statement of a line that has one, otherwise ``None``."""
+    single = isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1
+    return line.body[0] if single else None
 
 
 def _is_import(statement: Any) -> bool:
-    """Whether a statement imports something of Lightning's."""
+    """True if a statement imports something from Lightning."""
     if isinstance(statement, cst.ImportFrom):
-        module = (
-            dotted(statement.module)
-            if statement.module is not None and not statement.relative
-            else ""
-        )
+        outside = statement.module is not None and not statement.relative
+        module = dotted(statement.module) if outside else ""
         return names.tail(module) is not None and not module.startswith("geartrain")
     return isinstance(statement, cst.Import) and any(
         names.tail(dotted(alias.name)) is not None for alias in statement.names

@@ -1,4 +1,4 @@
-"""What a file uses of PyTorch Lightning: every reference, what stands for it, and what nothing stands for."""
+"""Find a file's references to PyTorch Lightning, with and without a counterpart."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from geartrain.callbacks import NOT_CALLED as NOT_CALLED_OF_CALLBACK
 from geartrain_port import names
 from geartrain_port.result import Todo
 
-#: Base class here -> its methods that would never be called.
+#: Base class in geartrain -> methods that geartrain never calls.
 _METHODS = {
     "Module": names.NOT_CALLED,
     "DataModule": names.NOT_CALLED_OF_DATA,
@@ -26,7 +26,7 @@ _METHODS = {
 
 
 class Survey(cst.CSTVisitor):
-    """Reads a file once; afterwards its attributes say what to change.
+    """Reads a file once. Its attributes then have everything to change.
 
     Args:
         wrapper: the file, with metadata.
@@ -34,21 +34,21 @@ class Survey(cst.CSTVisitor):
 
     def __init__(self, wrapper: MetadataWrapper) -> None:
         super().__init__()
-        #: Each outermost reference that has a counterpart -> its path behind Lightning's package.
+        #: Each outermost reference with a counterpart -> its path after Lightning's package.
         self.references: dict[cst.CSTNode, str] = {}
-        #: Names that the file binds to Lightning's package or to a module in it -> the module's path behind it.
+        #: Names of Lightning's package or its modules in the file -> the module's path.
         self.modules: dict[str, str] = {}
-        #: Those of them that something left over still needs.
+        #: The names of these that code without a counterpart still needs.
         self.needed: set[str] = set()
         #: Every name in the file.
         self.words: set[str] = set()
-        #: Strings that may be names, as those of ``__all__`` are.
+        #: Strings, which may be names, as in ``__all__``.
         self.strings: set[str] = set()
         self.left: list[Todo] = []
         self.changed: list[Todo] = []
         #: True if a Trainer of the file has a folder for its files.
         self.has_folder = False
-        #: What the file imports by name: (module, name) here.
+        #: Names that the file imports, as (module, name) in geartrain.
         self.brought: set[tuple[str, str]] = set()
         self._class: list[str] = []
         self._positions: Any = wrapper.resolve(PositionProvider)
@@ -56,11 +56,11 @@ class Survey(cst.CSTVisitor):
         wrapper.module.visit(self)
 
     def say(self, node: cst.CSTNode, what: str, instead: str) -> None:
-        """Note that something is left to do."""
+        """Add something that is left to do."""
         self.left.append(Todo(self._positions[node].start.line, what, instead))
 
     def say_changed(self, node: cst.CSTNode, what: str, means: str) -> None:
-        """Note that something means something else now."""
+        """Add something with a different meaning in geartrain."""
         self.changed.append(Todo(self._positions[node].start.line, what, means))
 
     def visit_Call(self, node: cst.Call) -> None:
@@ -75,7 +75,7 @@ class Survey(cst.CSTVisitor):
     # --- names ------------------------------------------------------------------------------------
 
     def path(self, node: cst.CSTNode) -> str | None:
-        """The path behind Lightning's package of what a name or an attribute refers to."""
+        """Return the path of a name or an attribute after Lightning's package, or ``None``."""
         for origin in self._origin(node):
             if (path := names.tail(origin)) is not None:
                 return path
@@ -93,7 +93,7 @@ class Survey(cst.CSTVisitor):
         for alias in node.names:
             path = names.tail(_dotted(alias.name))
             if path is not None and path.startswith("bagua"):
-                # What it does to torch's modules is done by importing it: it goes with the calls, by hand.
+                # The import itself changes torch's modules. The user removes it with the calls.
                 self.needed.add(alias.evaluated_alias or "bagua")
                 self.say(node, f"import {_dotted(alias.name)}", names.instead(path))
             if path is not None and alias.asname is not None:
@@ -103,11 +103,8 @@ class Survey(cst.CSTVisitor):
         return False
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
-        base = (
-            names.tail(_dotted(node.module))
-            if node.module is not None and not node.relative
-            else None
-        )
+        outside = node.module is not None and not node.relative
+        base = names.tail(_dotted(node.module)) if outside else None
         if base is None:
             if not isinstance(node.names, cst.ImportStar):
                 self.words |= {
@@ -152,7 +149,7 @@ class Survey(cst.CSTVisitor):
         path = self.path(node)
         if path is None:
             self.words.add(node.attr.value)
-            node.value.visit(self)  # its own name is no variable
+            node.value.visit(self)  # the attribute's name is not a variable
             return False
         if names.target(path) is not None and not isinstance(
             names.target(self.path(node.value) or ""), tuple
@@ -193,11 +190,8 @@ class Survey(cst.CSTVisitor):
                     f"{node.name.value}.{name}, which would never be called",
                     _METHODS[kind][name],
                 )
-            if (
-                kind == "Module"
-                and name == "training_step"
-                and "optimizer_idx" in _parameters(statement)
-            ):
+            is_step = kind == "Module" and name == "training_step"
+            if is_step and "optimizer_idx" in _parameters(statement):
                 self.say(
                     statement,
                     f"{node.name.value}.training_step(optimizer_idx)",
@@ -235,7 +229,7 @@ def _parameters(function: cst.FunctionDef) -> Sequence[str]:
 
 
 def _dotted(node: cst.BaseExpression | None) -> str:
-    """``a.b.c`` as written; ``...`` stands for what is no name."""
+    """Return ``a.b.c`` as written, with ``...`` for a part that is not a name."""
     if isinstance(node, cst.Attribute):
         return f"{_dotted(node.value)}.{node.attr.value}"
     return node.value if isinstance(node, cst.Name) else "..."

@@ -1,4 +1,4 @@
-"""Declarations of what a strategy supports."""
+"""``Capabilities``: the features that a strategy declares to support."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ MOST = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Declare what a strategy supports. By default everything is supported.
+    """The features that a strategy supports. By default these are all.
 
     A feature that is declared unsupported and works is a failure, as in SQLAlchemy's suite, because
-    an outdated declaration keeps users from the feature. Pass capabilities to the test class, or set
-    the strategy's attribute ``capabilities``. The attribute is a plain mapping, so that a plugin need
-    not import this package: ``capabilities = {"multi_node": False}``. If ``__init__`` sets it, it may
-    depend on the strategy's options.
+    an outdated declaration keeps users from the feature. Pass capabilities to the test class, or
+    set the strategy's attribute ``capabilities``. The attribute is a plain mapping, so that a
+    plugin need not import this package: ``capabilities = {"multi_node": False}``. If ``__init__``
+    sets it, it may depend on the strategy's options.
 
     Raises:
         UsageError: ``convergence`` is not a number above 0 and at most 0.5.
@@ -29,27 +29,29 @@ class Capabilities:
 
     #: Gradients stay on their rank until the last micro-batch of a window: one reduction per step.
     no_sync: bool = True
-    #: A step may leave parameters unused, on all ranks or on some. If declared off, a step that uses
-    #: other parameters than the one before must be an error.
+    #: A step may leave parameters unused, on all ranks or on some. If declared off, a step that
+    #: uses other parameters than the one before must be an error.
     unused_parameters: bool = True
     #: Ranks may have unequal numbers of batches, with collectives in ``validation_step``, and in
     #: training on loaders without a length.
     uneven_inputs: bool = True
     #: Each rank sees a part of the data. If declared off, every rank must see all of it.
     sharded_loader: bool = True
-    #: Several machines, started by hand with NODE_RANK, MASTER_ADDR and MASTER_PORT. If declared off,
-    #: ``num_nodes=2`` must be a ``UsageError`` before anything starts.
+    #: Several machines, started by hand with NODE_RANK, MASTER_ADDR and MASTER_PORT. If declared
+    #: off, ``num_nodes=2`` must be a ``UsageError`` before anything starts.
     multi_node: bool = True
     #: All ranks have the same weights, bit for bit, after training.
     identical_weights: bool = True
     #: On one machine nothing listens on any address but loopback.
     loopback_only: bool = True
-    #: The strategy's option with the seconds after which a hanging rank ends the run; ``None``: none.
+    #: The strategy's option for its timeout, in seconds, after which a hanging rank ends the run;
+    #: ``None`` if it has none.
     timeout_option: str | None = "timeout"
-    #: ``None``: N ranks must equal one process. A number c is for strategies that are approximate by
-    #: design (compression, asynchronous updates): the last logged loss may exceed the last loss of
-    #: one process by at most c × the first loss of one process. Weights are then not compared with
-    #: one process's. c is at most ``MOST``, because an untrained model comes near a larger bound.
+    #: ``None``: N ranks must equal one process. A number c is for strategies that are approximate
+    #: by design (compression, asynchronous updates): the last logged loss may exceed the last loss
+    #: of one process by at most c × the first loss of one process. Weights are then not compared
+    #: with one process's. c is at most ``MOST``, because an untrained model comes near a larger
+    #: bound.
     convergence: float | None = None
 
     def __post_init__(self) -> None:

@@ -96,8 +96,8 @@ class Cases:
     def test_evaluation_coverage(self, kit: Kit) -> None:
         """Validation, test and prediction use every sample exactly once over all ranks.
 
-        This includes the last, smaller batch. Metrics equal those of one process. ``predict`` returns
-        the outputs of all batches, in the loader's order.
+        This includes the last, smaller batch. Metrics equal those of one process. ``predict``
+        returns the outputs of all batches, in the loader's order.
         """
         report = kit.report("evaluation_coverage")
         for command in ("validate", "test", "predict"):
@@ -130,8 +130,8 @@ class Cases:
     def test_uneven_inputs(self, kit: Kit) -> None:
         """Ranks with unequal numbers of batches end.
 
-        Validation has a collective in each ``validation_step``. Training has loaders without a length,
-        and ends with the rank that has the fewest batches.
+        Validation has a collective in each ``validation_step``. Training has loaders without a
+        length, and ends with the rank that has the fewest batches.
         """
         if not kit.can.uneven_inputs:
             errors = [
@@ -147,7 +147,7 @@ class Cases:
 
     @uses("metrics")
     def test_metrics(self, kit: Kit) -> None:
-        """``self.log(sync_dist=True)`` gives mean, sum, min and max over all ranks, on every rank."""
+        """Every rank has the mean, sum, min and max over all ranks with ``sync_dist=True``."""
         copies = 1 if kit.can.sharded_loader else kit.ranks
         expected = {
             "mean": MEAN,
@@ -190,7 +190,7 @@ class Cases:
 
     @uses("collectives")
     def test_all_gather(self, kit: Kit) -> None:
-        """Equal tensors are stacked in the order of ranks; unequal and nested ones keep their form."""
+        """Equal tensors are stacked in the order of ranks; others keep their form."""
         size = kit.ranks
         mine = [torch.arange(3) + 10 * rank for rank in range(size)]
         for record in kit.report("collectives").ranks("validate"):
@@ -269,7 +269,7 @@ class Cases:
 
     @uses("plugins")
     def test_plugins(self, kit: Kit) -> None:
-        """Every rank has the program's plugins with their options: one from a file, one an object."""
+        """Every rank has the program's plugins and their options: from a file, and an object."""
         for record in kit.report("plugins").ranks("validate"):
             found = {name: record["notes"].get(name) for name in ("file plugin", "object plugin")}
             assert found == {"file plugin": "as chosen", "object plugin": [1, 2]}, (

@@ -24,7 +24,7 @@ SIGNALS = ("SIGKILL", "SIGSEGV", "SIGTERM", "SIGSTOP")
 
 
 def _ends(run: Run, seconds: float) -> None:
-    """Check that the program fails within ``seconds`` of its fault, and that no rank's call returns."""
+    """Check that the program fails within ``seconds`` of its fault and that no call returns."""
     until(
         lambda: (run.folder / "fault").exists() or run.program.process.poll() is not None,
         run.deadline,

@@ -103,7 +103,7 @@ class LaunchCases:
 
     @uses("sgd", start=TWO_NODES)
     def test_multi_node(self, kit: Kit) -> None:
-        """Two programs with NODE_RANK, MASTER_ADDR and MASTER_PORT train what one process trains.
+        """Two programs with NODE_RANK, MASTER_ADDR and MASTER_PORT equal one process.
 
         Each has one device. If several nodes are declared unsupported, they are refused before
         anything starts.

@@ -11,7 +11,7 @@ from geartrain_testing.capabilities import MOST
 from geartrain_testing.kit import Kit, Report, fits
 
 #: Float64 sums in another order differ in the last of 16 digits. A few dozen steps, and Adam's
-#: division by small numbers, multiply this by a thousand. A wrong result differs in the first digits.
+#: division by small numbers, multiply this by 1,000. A wrong result differs in the first digits.
 RTOL, ATOL = 1e-8, 1e-10
 
 

@@ -33,19 +33,20 @@ class StrategyConformance(TrainingCases, Cases, LaunchCases, FailureCases):
     options: Mapping[str, Any] = {}
     #: The number of devices to run on.
     devices: int = 2
-    #: What the strategy supports; ``None``: its attribute ``capabilities``.
+    #: The features that the strategy supports; ``None``: its attribute ``capabilities``.
     capabilities: Capabilities | None = None
     accelerator: str = "cpu"
-    #: An optimizer that the strategy needs: ``{"class": "package:Name", "lr": 0.1, ...}``. Every case
-    #: but ``scheduler`` trains with it. One process keeps torch's, so declare ``convergence``.
+    #: An optimizer that the strategy needs: ``{"class": "package:Name", "lr": 0.1, ...}``. Every
+    #: case but ``scheduler`` trains with it. One process keeps torch's, so declare ``convergence``.
     optimizer: Mapping[str, Any] = {}
     #: Seconds that one scenario may take, and seconds in which a failed program must end.
     deadline: float = 60.0
-    #: The strategy's timeout, in seconds, in the case of a stopped rank. Ranks must start within it.
+    #: The strategy's timeout for a stopped rank, in seconds. Ranks must be able to start within it.
     timeout: float = 20.0
 
-    #: Classes with the same name run their shared scenarios in one program, one class after another.
-    #: Their ranks must start in the same way. Leftovers of the program are a failure of each class.
+    #: Classes with the same name run their shared scenarios in one program, one class after
+    #: another. Their ranks must start in the same way. Leftovers of the program are a failure of
+    #: each class.
     program: str = ""
 
     @pytest.fixture(scope="class")
@@ -79,7 +80,7 @@ _KITS = pytest.StashKey[dict[type[StrategyConformance], Kit]]()
 
 
 def _wanted(items: Iterable[Any]) -> dict[Any, dict[str, list[str]]]:
-    """Return each class's shared scenarios for the chosen tests: how they start -> names in order."""
+    """Return the chosen tests' shared scenarios: class -> how they start -> names in order."""
     wanted: dict[Any, dict[str, list[str]]] = {}
     for item in items:
         suite = getattr(item, "cls", None)

@@ -87,12 +87,14 @@ _CAPABILITY_OF = {
     "unused_parameters": "unused_parameters",
 }
 
-#: How a shared scenario starts: on the class's devices, on one device, or on two nodes of one device.
+#: The start of a shared scenario: on the class's devices, on one device, or on two 1-device nodes.
 RANKS, ONE_DEVICE, TWO_NODES = "ranks", "one-device", "two-nodes"
 
 
 class Programs:
-    """Run the shared scenarios of one kit, or of several kits whose classes name the same ``program``.
+    """The programs that run the shared scenarios of one kit.
+
+    Kits whose classes name the same ``program`` share them.
 
     Args:
         folder: the folder for all files.
@@ -449,7 +451,7 @@ def _slow_or_hung(folder: Path, deadline: float) -> str:
     }
     last = ", ".join(f"rank {rank} {age:.1f} s ago" for rank, age in sorted(ages.items())) or "none"
     if min(ages.values(), default=deadline) < max(1.0, deadline / 10):
-        return f"slow, not hung (last steps: {last}; Fix: a longer deadline: --deadline {2 * deadline:.0f})"
+        return f"slow, not hung (last steps: {last}). Fix: try --deadline {2 * deadline:.0f}"
     return f"hung (last steps: {last})"
 
 

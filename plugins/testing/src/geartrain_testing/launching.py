@@ -1,6 +1,7 @@
 """Start programs of several processes, end all of them, and find leftovers.
 
-A token in their environment identifies the processes. This needs Linux's /proc: see :data:`HAS_PROC`.
+A token in their environment identifies the processes. This needs Linux's /proc: see
+:data:`HAS_PROC`.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ class Launched:
         return self._err.read_text(errors="replace")
 
     def wait(self, seconds: float = 60) -> int:
-        """Wait for the end and return the exit code; fail with the output if the program runs on."""
+        """Wait for the end and return the exit code; fail with the output after ``seconds``."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -156,9 +157,9 @@ class Launched:
     def left_behind(self, seconds: float = 5) -> list[str]:
         """Return leftovers of the ended program: processes, shared memory, temporary files.
 
-        They have some seconds to disappear. Other programs leave files in /dev/shm, too. A file counts
-        if it is new, no living process has it open, and a process of this run had it open or has its
-        id in the file's name.
+        They have some seconds to disappear. Other programs leave files in /dev/shm, too. A file
+        counts if it is new, no living process has it open, and a process of this run had it open or
+        has its id in the file's name.
         """
         deadline = time.monotonic() + seconds
         while (left := self._left()) and time.monotonic() < deadline:

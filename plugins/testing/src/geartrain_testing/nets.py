@@ -22,7 +22,7 @@ OPTIMIZER = "GEARTRAIN_CONFORMANCE_OPTIMIZER"
 
 
 def samples(count: int) -> TensorDataset:
-    """Return ``count`` samples ``(x, y, number)``: float64 ``[3]``, float64 ``[1]``, int64 ``[]``."""
+    """Return samples ``(x, y, number)``: float64 ``[3]``, float64 ``[1]``, int64 ``[]``."""
     numbers = torch.arange(count)
     x = torch.stack(
         [torch.sin(numbers * 0.7), torch.cos(numbers * 1.3), torch.sin(numbers * 0.31 + 1)], dim=1
@@ -37,7 +37,7 @@ class Net(gt.Module):
 
     Args:
         width: the width of the hidden layers.
-        optimizer: ``"sgd"``, ``"adam"``, or ``"two"``: SGD for the first layer, Adam for the others.
+        optimizer: ``"sgd"``, ``"adam"``, or ``"two"``: SGD for the first layer, Adam elsewhere.
         norm: ``True`` puts a BatchNorm after the first layer.
     """
 
@@ -100,11 +100,11 @@ class Frozen(Net):
 
 
 class Unused(Net):
-    """Leaves layers out: in every other step on all ranks, and in all steps on all ranks but rank 0.
+    """Leaves out layers: one in every other step, and one on all ranks but rank 0.
 
     Every other step leaves out the layer ``second``. The layer ``extra`` is only for samples whose
-    number is a multiple of ``ranks``. If a loader gives rank r the samples r, r + ranks, …, only rank
-    0 uses it.
+    number is a multiple of ``ranks``. If a loader gives rank r the samples r, r + ranks, …, only
+    rank 0 uses it.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -164,7 +164,7 @@ class Apart(Net):
 
 
 class OwnEntries(Net):
-    """Each rank's loss raises its own entry of ``entries``; others change only if ranks communicate."""
+    """Each rank's loss raises its own entry. Other entries change only if ranks communicate."""
 
     def __init__(self, ranks: int) -> None:
         super().__init__()

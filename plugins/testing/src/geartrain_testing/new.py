@@ -81,8 +81,8 @@ def _check_name(kind: str, name: str) -> None:
     if not re.fullmatch(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*", name):
         better = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_0123456789") or "mine"
         raise UsageError(
-            f"{name!r} cannot be a plugin's name: use lower-case letters and digits, a letter first, "
-            f"and one - or _ between words. Fix: {better}"
+            f"{name!r} cannot be a plugin's name: use lower-case letters and digits, a letter "
+            f"first, and one - or _ between words. Fix: {better}"
         )
     if len(name) > _LONGEST:
         raise UsageError(
@@ -122,13 +122,13 @@ def _check_name(kind: str, name: str) -> None:
     for (other, known), distribution in KNOWN.items():
         if _same(known) == same:
             raise UsageError(
-                f"{name!r} is the name of the {other} of geartrain's plugin {distribution}. "
+                f"{name!r} is the {other} of {distribution}, a plugin that geartrain knows. "
                 f"{fix}, or pip install {distribution}"
             )
     if importlib.util.find_spec(f"geartrain_{same}") is not None:
         raise UsageError(
-            f"{name!r}: the {kind}'s package would be geartrain_{same}, which is already installed. "
-            f"{fix}"
+            f"{name!r}: a package geartrain_{same}, as the {kind}'s would be called, is already "
+            f"installed. {fix}"
         )
 
 
@@ -147,7 +147,7 @@ def _write(kind: str, name: str, folder: Path) -> list[Path]:
         The files, relative to ``folder``.
 
     Raises:
-        UsageError: the folder exists and is not empty, or cannot be written. Nothing is overwritten.
+        UsageError: the folder is not empty, or cannot be written. Nothing is overwritten.
     """
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

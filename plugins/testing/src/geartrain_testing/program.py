@@ -1,8 +1,8 @@
-"""The program that the conformance kit starts: ``python -m geartrain_testing.program REQUESTS.json``.
+"""The conformance kit's program: ``python -m geartrain_testing.program REQUESTS.json``.
 
-It is a separate program that chooses the strategy by name, as users do. Strategies start their ranks
-from the user's command: they run it again, start ranks on a function, or run under a launcher. The
-program runs its requests, and the scenarios of a request, one after another.
+It is a separate program that chooses the strategy by name, as users do. Strategies start their
+ranks from the user's command: they run it again, start ranks on a function, or run under a
+launcher. The program runs its requests, and the scenarios of a request, one after another.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ranks that take turns in one process.
 
-One thread runs at a time. At each collective the next rank gets the turn, so a run is deterministic.
-A rank that does not reach a collective is an error at once. Processes would hang.
+One thread runs at a time. At each collective the next rank gets the turn, so a run is
+deterministic. A rank that does not reach a collective is an error at once. Processes would hang.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from geartrain import TrainingError
 #: Seconds that an interrupted run waits until a rank gives the turn to the next rank. After that it
 #: raises KeyboardInterrupt in that rank, and waits once more.
 PATIENCE = 2.0
-#: Seconds between two checks for Ctrl-C: Python misses one that arrives just before a thread blocks.
+#: Seconds between checks for Ctrl-C: Python misses one that arrives just before a thread blocks.
 _LOOK = 0.2
 #: Packages whose frames are not user code.
 _NOT_THE_USERS = (
@@ -164,7 +164,7 @@ class Turns:
             state.restore()
 
     def _hand_on(self, rank: int) -> None:
-        """Give the turn to the next running rank; if all have ended, to rank 0, which waits for them."""
+        """Give the turn to the next rank that has not ended, or to rank 0, which waits for all."""
         others = [(rank + i) % self.size for i in range(1, self.size + 1)]
         self._turn = next((other for other in others if other not in self._ended), 0)
         self._gates[self._turn].release()
@@ -181,7 +181,8 @@ class Turns:
         if self.failed is not None:
             error = self._first_error()
             raise TrainingError(
-                f"rank {self.failed} has failed, so rank {rank} ends: {type(error).__name__}: {error}"
+                f"rank {self.failed} has failed, so rank {rank} ends: "
+                f"{type(error).__name__}: {error}"
             ) from error
 
     def _first_error(self) -> BaseException:
@@ -191,7 +192,7 @@ class Turns:
         return error
 
     def _end_others(self, rank: int) -> None:
-        """Wait until the running rank reaches a collective; interrupt it if it does not reach one."""
+        """Wait until the running rank reaches a collective, and interrupt it if it does not."""
         if not self._gates[rank].acquire(timeout=PATIENCE):
             for other in {*range(self.size)} - self._ended - {rank}:
                 ident = ctypes.c_ulong(self._threads[other].ident or 0)
@@ -209,7 +210,7 @@ class Turns:
         )
 
     def _place(self, rank: int) -> str:
-        """Return the line of user code that a rank is in, as ``" (train.py:12)"``; empty if none."""
+        """Return the line of user code that a rank is in, as ``" (train.py:12)"``, or ``""``."""
         frame: FrameType | None = sys._current_frames().get(self._threads[rank].ident or 0)
         while frame is not None and frame.f_code is not Turns._work.__code__:
             if str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_THE_USERS:
