@@ -19,7 +19,7 @@ EVENTS = [name for name in CALLED if name not in ("setup", "teardown", "on_excep
 
 
 def noting(notes, label="", methods=CALLED):
-    """A callback that notes each call of ``methods``."""
+    """Return a callback that records each call of ``methods``."""
 
     def method(name):
         def call(self, trainer, pl_module, *arguments):
@@ -30,7 +30,7 @@ def noting(notes, label="", methods=CALLED):
     return type("Noting", (Callback,), {name: method(name) for name in methods})()
 
 
-def test_each_is_called_where_the_modules_own_hook_is_and_before_it():
+def test_each_method_is_called_just_before_the_modules_own_hook():
     notes, own = [], []
 
     class Both(Own):
@@ -144,7 +144,7 @@ def test_setup_comes_between_prepare_data_and_setup_as_in_lightning():
     assert looks.data is data
 
 
-def test_what_was_not_set_up_is_not_torn_down():
+def test_callbacks_without_setup_are_not_torn_down():
     notes = []
 
     class Fails(Net):
@@ -180,7 +180,7 @@ def test_it_may_log_and_stop():
     assert one.current_epoch == 3
 
 
-def test_an_error_is_told():
+def test_callbacks_receive_the_exception():
     seen = []
 
     class Told(Callback):
@@ -244,12 +244,12 @@ def test_state_is_the_callbacks():
 
 
 class Module(Callback):
-    """One that another process can find."""
+    """A callback that another process can import."""
 
     def on_fit_start(self, trainer, pl_module): ...
 
 
-def test_it_goes_to_another_process():
+def test_a_callback_can_be_sent_to_another_process():
     assert isinstance(pickle.loads(pickle.dumps(Adapter(Module()))).callback, Callback)
 
 
@@ -281,7 +281,7 @@ def test_a_misspelt_method():
         ("early_stopping", "no callback"),
     ],
 )
-def test_what_is_no_callback(wrong, why):
+def test_an_object_that_is_not_a_callback_is_refused(wrong, why):
     with pytest.raises(UsageError, match=why):
         trainer(callbacks=[wrong])
 
@@ -302,7 +302,7 @@ def test_the_base_has_each_hook_of_the_module_with_its_arguments():
         ]
 
 
-def test_the_page_lists_what_is_called_and_what_is_not():
+def test_the_docs_list_all_methods_called_and_not_called():
     page = (Path(__file__).parents[2] / "docs" / "callbacks.md").read_text(encoding="utf-8")
     called, _, refused = page.partition("| called | when |")[2].partition(
         "| not called | instead |"

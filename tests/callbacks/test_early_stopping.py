@@ -1,4 +1,4 @@
-"""EarlyStopping: training ends when a metric no longer gets better."""
+"""EarlyStopping: training ends when a metric stops improving."""
 
 import pytest
 from small_models import Logging, fit, loader
@@ -11,7 +11,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def run_on(values, val=True, every=1.0, **options):
-    """Train a net whose metric goes through ``values``, one a check (the last one again and again); callback and trainer."""
+    """Train with a metric that takes ``values``, one per check; return callback and trainer."""
     left, now = list(values), []
 
     def logs(module, batch, batch_idx):
@@ -50,7 +50,7 @@ def run_on(values, val=True, every=1.0, **options):
         (list(range(20, 0, -1)), {}, 12),
     ],
 )
-def test_when_training_ends(values, options, epochs, val):
+def test_training_ends_after_the_right_epoch(values, options, epochs, val):
     callback, trainer = run_on(values, val=val, **options)
     assert trainer.current_epoch == epochs
     assert trainer.global_step == 6 * epochs
@@ -86,7 +86,7 @@ def test_the_sanity_check_is_no_check(every):
 
 @pytest.mark.parametrize("flush", [1, 50])
 def test_validation_within_an_epoch_ends_it_at_once(flush):
-    """Checks after steps 2, 4, 6 and 8; the last is the third without improvement."""
+    """Checks happen after steps 2, 4, 6 and 8; the last is the third without improvement."""
     _, trainer = run_on([5], every=2, log_every_n_steps=flush)
     assert trainer.global_step == 8
 
@@ -122,7 +122,7 @@ def test_only_epochs_with_validation_are_checked():
     assert trainer.current_epoch == 4
 
 
-def test_after_each_epoch_training_metrics_are_there():
+def test_after_each_epoch_training_metrics_can_be_monitored():
     module = Logging(
         train=lambda self, batch, i: self.log("train", 5.0, on_step=False, on_epoch=True),
         validate=lambda self, batch, i: None,
@@ -148,7 +148,7 @@ def test_a_metric_of_several_loaders_is_named_by_the_first():
     assert hint == "Did you mean 'val_loss/dataloader_idx_0'?"
 
 
-def test_not_strict_it_warns_once_and_goes_on():
+def test_not_strict_it_warns_once_and_continues():
     with pytest.warns(UserWarning, match="metrik") as warned:
         _, trainer = run_on([5], monitor="metrik", strict=False)
     assert trainer.current_epoch == 12
@@ -165,7 +165,7 @@ def test_it_may_be_chosen_by_name():
     assert trainer.plan.plugins[0].label == "geartrain-callbacks[early_stopping]"
 
 
-def test_its_state_goes_on_counting():
+def test_its_state_continues_the_count():
     first, _ = run_on([5, 4, 4], max_epochs=3, patience=3)
     state = first.state_dict()
     assert (state["wait_count"], state["best_score"]) == (1, 4)
@@ -194,5 +194,5 @@ def test_wrong_options(wrong):
 
 
 def test_after_validation_without_validation():
-    with pytest.raises(UsageError, match="there is none"):
+    with pytest.raises(UsageError, match="the run has none"):
         run_on([5], val=False, check_on_train_epoch_end=False)

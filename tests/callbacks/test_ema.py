@@ -11,7 +11,7 @@ from geartrain.checkpoint.checkpoints import checkpoint_state, save_checkpoint_f
 
 
 class Follows:
-    """Keeps the weights after each step, and computes the average by hand."""
+    """Record the weights after each step, and compute the average by hand."""
 
     def __init__(self):
         self.weights = []
@@ -92,7 +92,7 @@ def test_floating_buffers_are_averaged_and_the_others_are_not():
 
 
 class Watches:
-    """Keeps the weights that are validated."""
+    """Record the weights that are validated."""
 
     def __init__(self):
         self.seen = []
@@ -105,7 +105,7 @@ class Watches:
 
 
 @pytest.mark.parametrize("validate", [True, False])
-def test_validation_is_of_the_average_and_training_goes_on_with_the_weights(validate):
+def test_validation_uses_the_average_and_training_continues_with_the_weights(validate):
     torch.manual_seed(3)
     plain, before = EvalNet(), Follows()
     fit(plain, plugins=[before], max_epochs=2)
@@ -115,7 +115,7 @@ def test_validation_is_of_the_average_and_training_goes_on_with_the_weights(vali
     fit(
         module, val=loader(4), plugins=[watches, follows, ema], max_epochs=2, num_sanity_val_steps=1
     )
-    assert_equal(before.weights[-1], follows.weights[-1])  # what is trained is the same as without
+    assert_equal(before.weights[-1], follows.weights[-1])  # EMA does not change the training
     (stage, sanity), (_, first), (_, second) = watches.seen
     assert stage == "sanity_check"
     assert_equal(sanity, follows.first)
@@ -127,7 +127,7 @@ def test_validation_is_of_the_average_and_training_goes_on_with_the_weights(vali
 
 
 class Tied(EvalNet):
-    """One weight under two names."""
+    """A module with one weight under two names."""
 
     def __init__(self):
         super().__init__()
@@ -139,7 +139,7 @@ class Tied(EvalNet):
 
 @pytest.mark.parametrize("validate", [True, False])
 @pytest.mark.parametrize("kind", [EvalNet, Tied])
-def test_a_checkpoint_has_what_is_validated_and_the_other_weights_beside_it(
+def test_a_checkpoint_has_the_validated_weights_and_the_others_beside_them(
     tmp_path, kind, validate
 ):
     follows, module, ema = Follows(), kind(), EMA(0.9, validate=validate)
@@ -173,7 +173,7 @@ def test_before_the_first_update_a_checkpoint_is_as_without(tmp_path):
     assert_equal(state["model"], follows.weights[-1])
 
 
-def test_what_the_module_makes_of_its_checkpoint_stays(tmp_path):
+def test_changes_of_the_modules_on_save_checkpoint_stay(tmp_path):
     class Changes(EvalNet):
         def on_save_checkpoint(self, checkpoint):
             checkpoint["model"] = {
@@ -195,7 +195,7 @@ def test_what_the_module_makes_of_its_checkpoint_stays(tmp_path):
 
 
 class SavesWithin:
-    """A plugin of one's own that saves while the average is in the module."""
+    """A plugin that saves while the average is in the module."""
 
     @hookimpl
     def on_validation_start(self, run):
@@ -217,7 +217,7 @@ def test_a_checkpoint_from_within_a_validation_has_both_too(tmp_path, first):
 
 
 class Bumpy(Tied):
-    """Gets better and worse; its state has an entry that is no tensor."""
+    """A module that gets better and worse; its state has an entry that is not a tensor."""
 
     def get_extra_state(self):
         return "extra"
@@ -255,7 +255,7 @@ def test_the_best_is_tested_with_exactly_the_metric_that_made_it_the_best(tmp_pa
     ]
 
 
-def test_what_is_tested_after_fit_is_the_average_and_the_last_checkpoint_has_it(tmp_path):
+def test_after_fit_the_module_and_the_last_checkpoint_hold_the_average(tmp_path):
     watches, module = Watches(), EvalNet()
     one = trainer(plugins=[watches, EMA(0.9)], output=tmp_path / "run")
     one.fit(module, loader())
@@ -279,7 +279,7 @@ def test_a_validation_that_fails_leaves_the_trained_weights():
 
 
 def test_bf16_weights_are_averaged_in_float32():
-    """At a decay of 0.999 an average in bfloat16 would not move at all."""
+    """With a decay of 0.999, an average in bfloat16 would not change at all."""
     ema = EMA(0.999)
     module, follows, _ = averaged(ema, Net(), precision="bf16-true")
     average = ema.state_dict()["average"]
@@ -288,7 +288,7 @@ def test_bf16_weights_are_averaged_in_float32():
     assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
 
 
-def test_its_state_goes_on_averaging():
+def test_its_state_continues_the_average():
     ema, follows = EMA(0.9), Follows()
     module = Net()
     fit(module, plugins=[follows, ema])
@@ -300,7 +300,7 @@ def test_its_state_goes_on_averaging():
     assert again.updates == 12
 
 
-def test_without_a_state_the_next_fit_begins_anew():
+def test_without_a_state_the_next_fit_starts_from_scratch():
     ema = EMA(0.9)
     averaged(ema)
     module, follows, _ = averaged(ema, Net())

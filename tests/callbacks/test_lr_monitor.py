@@ -1,4 +1,4 @@
-"""LearningRateMonitor: names as in Lightning, and the rate with which a step was taken."""
+"""LearningRateMonitor: Lightning's names, and the rate that a step used."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from geartrain.callbacks import LearningRateMonitor
 
 
 def halves(optimizer, interval="epoch", name=None):
-    """A scheduler that halves the rate."""
+    """Return a scheduler that halves the rate."""
     return {"scheduler": LambdaLR(optimizer, lambda n: 0.5**n), "interval": interval, "name": name}
 
 
@@ -26,7 +26,7 @@ class Made(Net):
 
 
 def logged(make, *arguments, **options):
-    """``(step, metrics)`` of each flush of a net trained on 6 batches an epoch, learning rates only."""
+    """Return ``(step, learning rates)`` of each flush of a net trained on 6 batches an epoch."""
     loggers = Loggers()
     fit(
         Made(make),
@@ -153,7 +153,8 @@ def test_a_rate_that_is_a_tensor_is_logged_as_it_was():
 def test_two_groups_of_one_name_are_refused_before_training(interval):
     with pytest.raises(
         UsageError,
-        match=r"geartrain-callbacks\[lr_monitor\]: two parameter groups are called lr-SGD/same. Fix: give each",
+        match=r"geartrain-callbacks\[lr_monitor\]: two parameter groups are called lr-SGD/same. "
+        "Fix: give each",
     ):
         logged(lambda m: groups(m, {"name": "same"}, {"name": "same"}), interval)
 

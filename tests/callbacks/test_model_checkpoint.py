@@ -1,4 +1,4 @@
-"""ModelCheckpoint: the best files by a metric are there, the others are not, and one is deleted only when the next is whole."""
+"""ModelCheckpoint: it keeps the best files, and deletes one only after the next is complete."""
 
 import math
 
@@ -13,7 +13,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def steps_of(folder):
-    """name -> the step that it was saved at."""
+    """Return name -> the step at which the file was saved."""
     return (
         {
             path.name: torch.load(path, weights_only=True)["step"]
@@ -25,7 +25,7 @@ def steps_of(folder):
 
 
 def run_on(folder, values, every=1.0, train=None, **options):
-    """Train a net for as many epochs as there are values; its metric goes through them, one a validation. The callback."""
+    """Train with a metric that takes ``values``, one per epoch; return the callback."""
     left = list(values)
 
     def logs(module, batch, batch_idx):
@@ -51,7 +51,7 @@ def run_on(folder, values, every=1.0, train=None, **options):
     return callback
 
 
-# --- which are kept ------------------------------------------------------------------------------------------------------
+# --- which files are kept -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_the_kth_best_is_the_one_that_goes_next(tmp_path):
     assert run_on(tmp_path / "full", [5, 4, 6], save_top_k=2).kth_best_model_path == str(
         tmp_path / "full" / "step=6.ckpt"
     )
-    # Of equal ones the newer is the worse.
+    # Of equal scores, the newer file is worse.
     assert run_on(tmp_path / "tie", [5, 5], save_top_k=2).kth_best_model_path == str(
         tmp_path / "tie" / "step=12.ckpt"
     )
@@ -107,7 +107,7 @@ def test_without_a_metric_the_newest_is_the_best(tmp_path, k, kept):
     assert callback.best_model_score is None
 
 
-def test_the_last_is_saved_at_every_look_and_only_it_where_none_of_the_best_is(tmp_path):
+def test_last_ckpt_is_saved_at_every_check_even_if_the_score_is_not_among_the_best(tmp_path):
     callback = run_on(tmp_path / "both", [5, 4, 6], save_last=True)
     assert steps_of(tmp_path / "both") == {"last.ckpt": 18, "step=12.ckpt": 12}
     assert callback.last_model_path == str(tmp_path / "both" / "last.ckpt")
@@ -146,7 +146,7 @@ def test_a_checkpoint_holds_the_weights_of_its_moment(tmp_path):
         assert (state["epoch"], state["mine"]) == (epoch + 1, epoch)
 
 
-def test_with_averaged_weights_it_saves_those_that_were_validated_and_those_that_are_trained(
+def test_with_averaged_weights_it_saves_the_validated_and_the_trained_weights(
     tmp_path,
 ):
     for order in (0, 1):
@@ -170,7 +170,7 @@ def test_with_averaged_weights_it_saves_those_that_were_validated_and_those_that
             )
 
 
-# --- when it looks -------------------------------------------------------------------------------------------------------
+# --- when it checks -------------------------------------------------------------------------------
 
 
 def test_within_an_epoch_it_saves_after_the_validation_with_its_metric(tmp_path):
@@ -180,7 +180,7 @@ def test_within_an_epoch_it_saves_after_the_validation_with_its_metric(tmp_path)
     assert callback.best_model_score == 2
 
 
-def test_validations_every_second_epoch_are_the_looks(tmp_path):
+def test_it_checks_after_validations_of_every_second_epoch(tmp_path):
     run_on(tmp_path, [5, 4], check_val_every_n_epoch=2, max_epochs=4, save_top_k=-1)
     assert sorted(steps_of(tmp_path).values()) == [12, 24]
 
@@ -214,7 +214,7 @@ def test_by_steps(tmp_path):
     def logs(module, batch, batch_idx):
         module.log("loss", float(-module.global_step))
 
-    # Step 8 has no value of its own; the next is that of the validation after step 12.
+    # Step 8 has no value; the next value comes from the validation after step 12.
     callback = run_on(
         tmp_path, [2, 1], train=logs, monitor="metric", every_n_train_steps=8, save_top_k=-1
     )
@@ -250,7 +250,7 @@ def test_by_steps_a_files_score_is_that_of_its_step(tmp_path, name, flush):
 
 
 def test_by_steps_a_validations_score_belongs_to_the_weights_that_were_validated(tmp_path):
-    """Looks at every step; validations after steps 2, 4 and 6."""
+    """It checks every step; validations run after steps 2, 4 and 6."""
     callback = run_on(
         tmp_path, [5, 3, 4], every=2, max_epochs=1, every_n_train_steps=1, save_top_k=-1
     )
@@ -259,14 +259,15 @@ def test_by_steps_a_validations_score_belongs_to_the_weights_that_were_validated
     }
 
 
-def test_by_steps_a_metric_that_is_seldom_logged_keeps_nothing_of_other_steps_and_says_so(tmp_path):
+def test_by_steps_a_metric_logged_at_other_steps_keeps_nothing_and_warns(tmp_path):
     def logs(module, batch, batch_idx):
         if batch_idx % 3 == 0:  # in steps 1, 4, 7 and so on
             module.log("loss", 1.0)
 
     with pytest.warns(
         UserWarning,
-        match=r"monitors 'loss', which was logged after step 4, and it looks every 3 steps. Fix: log it in each",
+        match=r"monitors 'loss', which was logged after step 4, and it looks every 3 steps. "
+        "Fix: log it in each",
     ):
         callback = run_on(tmp_path, [1], train=logs, monitor="loss", every_n_train_steps=3)
     assert callback.best_model_path == ""
@@ -275,7 +276,7 @@ def test_by_steps_a_metric_that_is_seldom_logged_keeps_nothing_of_other_steps_an
     ).best_model_path == str(tmp_path / "step=4.ckpt")
 
 
-def test_an_epoch_without_a_value_of_its_own_is_not_judged(tmp_path):
+def test_an_epoch_without_a_value_is_not_scored(tmp_path):
     callback = run_on(
         tmp_path,
         [5, 4],
@@ -290,7 +291,7 @@ def test_an_epoch_without_a_value_of_its_own_is_not_judged(tmp_path):
     }
 
 
-def test_by_steps_a_metric_that_is_not_there_yet_is_warned_of_once(tmp_path):
+def test_by_steps_a_metric_that_is_not_yet_logged_gives_one_warning(tmp_path):
     with pytest.warns(
         UserWarning, match=r"monitors 'metric', which was not logged.*Until it is"
     ) as warned:
@@ -319,14 +320,14 @@ def test_a_dry_run_writes_nothing_and_needs_no_folder(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_too_short_for_a_look_is_warned_of(tmp_path):
+def test_a_run_too_short_for_a_check_gives_a_warning(tmp_path):
     with pytest.warns(
         UserWarning, match="saved nothing: every_n_epochs=5, and the run had 2 epochs"
     ):
         run_on(tmp_path, [1, 1], every_n_epochs=5)
 
 
-# --- names ---------------------------------------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -349,7 +350,7 @@ def test_names(tmp_path, filename, options, name):
     assert (tmp_path / name).is_file()
 
 
-def test_files_that_are_there_are_never_overwritten(tmp_path):
+def test_existing_files_are_never_overwritten(tmp_path):
     for name in ("step=6.ckpt", "step=6-v1.ckpt", "last.ckpt"):
         (tmp_path / name).write_text("mine")
     callback = run_on(tmp_path, [5, 4], save_top_k=2, save_last=True)
@@ -363,7 +364,7 @@ def test_files_that_are_there_are_never_overwritten(tmp_path):
     assert torch.load(callback.last_model_path, weights_only=True)["step"] == 12
 
 
-def test_files_of_one_name_are_told_apart_and_the_one_that_goes_is_replaced(tmp_path):
+def test_files_of_one_name_get_versions_and_the_dropped_file_is_replaced(tmp_path):
     callback = run_on(tmp_path, [5, 4, 3], save_top_k=2, filename="same")
     assert steps_of(tmp_path) == {"same.ckpt": 18, "same-v1.ckpt": 12}
     assert callback.best_k_models == {
@@ -384,11 +385,11 @@ def test_the_folder_is_that_of_the_run(tmp_path):
     assert (tmp_path / "run" / "last.ckpt").is_file()
 
 
-# --- what others see -----------------------------------------------------------------------------------------------------
+# --- files during and after a save ----------------------------------------------------------------
 
 
 class Watches:
-    """Keeps, each time that a checkpoint is saved, its name and what is in the folder."""
+    """Record the name of each saved checkpoint and the content of the folder."""
 
     def __init__(self, folder):
         self.folder, self.seen = folder, []
@@ -443,7 +444,7 @@ def test_a_folder_that_cannot_be_created_is_named(tmp_path):
         run_on(tmp_path / "file" / "in", [1.0])
 
 
-def test_a_file_that_somebody_deleted_is_not_missed(tmp_path):
+def test_a_file_that_the_user_deleted_causes_no_error(tmp_path):
     class Deletes:
         @hookimpl
         def on_epoch_start(self, run):
@@ -461,7 +462,7 @@ def test_a_file_that_somebody_deleted_is_not_missed(tmp_path):
     assert list(steps_of(tmp_path)) == ["step=12.ckpt"]
 
 
-def test_a_second_fit_goes_on(tmp_path):
+def test_a_second_fit_continues_with_the_best(tmp_path):
     one, left = (
         ModelCheckpoint("metric", dirpath=tmp_path, filename="{step}", save_top_k=2),
         [3.0, 5.0, 4.0],
@@ -475,7 +476,7 @@ def test_a_second_fit_goes_on(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"step=6.ckpt", "step=6-v1.ckpt"}
 
 
-def test_its_state_travels(tmp_path):
+def test_its_state_can_be_loaded_in_another_process(tmp_path):
     one = run_on(tmp_path, [5, 4, 6], save_top_k=2, save_last=True)
     other = ModelCheckpoint("metric", save_top_k=2, dirpath=tmp_path)
     other.load_state_dict(one.state_dict())
@@ -491,12 +492,12 @@ def test_its_state_travels(tmp_path):
     assert len(one.best_k_models) == 2
 
 
-def test_it_says_what_it_saves(tmp_path, capsys):
+def test_verbose_prints_each_saved_file(tmp_path, capsys):
     run_on(tmp_path, [5, 6], verbose=True)
     assert capsys.readouterr().err.count("model_checkpoint: saved ") == 1
 
 
-# --- what is refused -----------------------------------------------------------------------------------------------------
+# --- refused options ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -521,7 +522,7 @@ def test_it_says_what_it_saves(tmp_path, capsys):
         ({"filename": "last", "save_last": True}, "another name"),
     ],
 )
-def test_options_that_cannot_be(options, why):
+def test_contradicting_options_are_refused(options, why):
     with pytest.raises(UsageError, match=why) as raised:
         ModelCheckpoint(**{"monitor": "val_loss", **options})
     assert "model_checkpoint" in str(raised.value)
@@ -537,7 +538,7 @@ def test_without_a_place_to_write_nothing_starts(tmp_path):
         fit(module, val=loader(), plugins=[ModelCheckpoint("val_loss", dirpath=tmp_path / "file")])
 
 
-def test_after_validations_that_there_are_none_of(tmp_path):
+def test_checks_after_validation_without_validation_are_refused(tmp_path):
     with pytest.raises(
         UsageError, match=r"geartrain-callbacks\[model_checkpoint\].*save_on_train_epoch_end"
     ):

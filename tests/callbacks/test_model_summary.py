@@ -19,7 +19,7 @@ def _wide(monkeypatch):
 
 @pytest.fixture
 def rows(capsys):
-    """The cells of each printed row, by its layer's name."""
+    """Return a function that reads the cells of each printed row, by layer name."""
 
     def read():
         lines = [

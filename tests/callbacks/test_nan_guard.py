@@ -1,4 +1,4 @@
-"""NaNGuard: a loss or gradients that are no longer finite."""
+"""NaNGuard: it detects a loss or gradients that are not finite."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from geartrain.callbacks import NaNGuard
 
 
 class Bad(Net):
-    """A net whose loss, or one gradient alone, is NaN or infinite in the ``when``-th training step (from 1)."""
+    """A net whose loss, or only one gradient, is NaN or infinite in training step ``when``."""
 
     def __init__(self, when, what="loss", value=float("nan"), **options):
         super().__init__(**options)
@@ -117,7 +117,7 @@ def test_schedulers_wait_for_a_skipped_step():
     assert ended.run.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**5)
 
 
-def test_skipping_counts_each_epoch_anew_and_goes_with_16_mixed():
+def test_skipped_steps_are_counted_per_epoch_also_with_16_mixed():
     module = Bad(3)
     _, ended = guarded(module, "skip", max_epochs=2, precision="16-mixed")
     assert ended.callback_metrics["skipped_nan_steps"] == 0

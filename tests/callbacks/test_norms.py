@@ -11,14 +11,14 @@ from geartrain.callbacks import Norms
 
 
 def lines(*plugins, module=None, **options):
-    """``(step, metrics)`` of each flush."""
+    """Return ``(step, metrics)`` of each flush."""
     loggers = Loggers()
     fit(module, plugins=[loggers, *plugins], **{"log_every_n_steps": 1, **options})
     return loggers.lines
 
 
 class Seen:
-    """What the norms are just before each step."""
+    """Compute the norms just before each step."""
 
     def __init__(self):
         self.gradients, self.parameters, self.each = [], [], []
@@ -82,7 +82,7 @@ def test_how_often(every, flush, steps):
 
 
 def test_unscaled_in_16_mixed():
-    """The scaler's first steps overflow and are skipped: their norm is infinite, and the weights stay as they were."""
+    """The scaler's first steps overflow and are skipped: infinite norm, unchanged weights."""
     same = [next(iter(loader()))] * 12
     module = Net()
     found = lines(Norms(), module=copy.deepcopy(module), precision="16-mixed", train=same)
@@ -91,7 +91,7 @@ def test_unscaled_in_16_mixed():
     assert next(norm for norm in half if math.isfinite(norm)) == pytest.approx(full, rel=0.02)
 
 
-def test_what_is_not_trained_is_left_out():
+def test_untrained_parameters_are_left_out():
     module = Net()
     module.layers[0].requires_grad_(False)
     metrics = lines(Norms(parameters=True, per_parameter=True), module=module)[0][1]

@@ -1,4 +1,4 @@
-"""Callbacks on two ranks: where ranks see different things, they still do the same."""
+"""Callbacks on two ranks: they act together even if ranks have different data."""
 
 import pytest
 import torch
@@ -12,23 +12,23 @@ from geartrain.callbacks import EMA, Callback, EarlyStopping, NaNGuard, Norms, T
 
 
 def fit(module, *plugins, **options):
-    """Train 4 steps an epoch; the strategy."""
+    """Train 4 steps an epoch; return the strategy."""
     trainer, strategy = on_threads(plugins=plugins, **{"max_epochs": 6, **options})
     trainer.fit(module, DataLoader(samples(16), batch_size=2), DataLoader(samples(4), batch_size=2))
     return strategy
 
 
 def counters(strategy):
-    """Epochs and steps, which are the same on all ranks."""
+    """Return epochs and steps, which must be the same on all ranks."""
     (found,) = {(run.epoch, run.step) for run in strategy.runs}
     return found
 
 
-# --- what ends a training ------------------------------------------------------------------------------------------------
+# --- end of training ------------------------------------------------------------------------------
 
 
 class Own(Net):
-    """Logs a metric that gets better on one rank only, without sync_dist."""
+    """A net whose metric improves on one rank only, without sync_dist."""
 
     def __init__(self, better_on):
         super().__init__()
@@ -46,7 +46,7 @@ class Own(Net):
         (0, {}, (6, 24)),
         (1, {}, (3, 12)),
         (0, {"val_check_interval": 2}, (6, 24)),
-        # Checked after steps 2 and 4 of each epoch: 0, 0, 1; it is the third check, in epoch 2, that ends it.
+        # The checks are after steps 2 and 4 of each epoch. The third, in epoch 2, ends training.
         (1, {"val_check_interval": 2}, (2, 6)),
     ],
 )
@@ -64,7 +64,7 @@ def test_early_stopping_on_a_metric_that_rank_0_alone_logs():
 
 
 class LateOn(Timer):
-    """A timer whose time is up on one rank alone."""
+    """A timer whose time is up on one rank only."""
 
     def __init__(self, rank, interval):
         super().__init__(1000, interval)
@@ -87,11 +87,11 @@ def test_by_epochs_rank_0s_clock_decides(rank, expected):
     assert counters(fit(Net(), LateOn(rank, "epoch"))) == expected
 
 
-# --- NaN -----------------------------------------------------------------------------------------------------------------
+# --- NaN ------------------------------------------------------------------------------------------
 
 
 class Bad(Net):
-    """Rank 1's loss is NaN in the third step."""
+    """A net with a NaN loss on rank 1 in the third step."""
 
     def __init__(self):
         super().__init__()
@@ -107,7 +107,7 @@ class Bad(Net):
     ("check", "reason"),
     [
         ("loss", "the loss was not finite in step 3, on rank 1."),
-        # Reduced over ranks, it is in both ranks' gradients.
+        # After the reduction over ranks, both ranks' gradients have it.
         ("gradients", "the gradient of first.weight was not finite in step 3, on rank 0."),
     ],
 )
@@ -144,7 +144,7 @@ def test_nan_on_one_rank_is_skipped_on_both(check):
     assert all(torch.isfinite(tensor).all() for tensor in first.values())
 
 
-# --- averages, figures, callbacks ----------------------------------------------------------------------------------------
+# --- averages, measurements, callbacks ------------------------------------------------------------
 
 
 def test_the_average_is_equal_on_all_ranks_buffers_included():
@@ -155,7 +155,7 @@ def test_the_average_is_equal_on_all_ranks_buffers_included():
     assert equal(first, second)
 
 
-def test_what_is_validated_is_equal_on_all_ranks():
+def test_validated_weights_are_equal_on_all_ranks():
     seen = [], []
 
     class Watches:

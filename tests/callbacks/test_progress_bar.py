@@ -1,4 +1,4 @@
-"""The progress bar on a terminal, plain lines elsewhere, and the closing table."""
+"""The progress bar on a terminal, plain lines elsewhere, and the final table."""
 
 import fcntl
 import os
@@ -19,12 +19,12 @@ from small_models import EvalNet, Logging, Net, Pretend, fit, loader, trainer
 import geartrain as gt
 from geartrain import hookimpl
 
-HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"  # the cursor, while a bar is drawn and afterwards
+HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"  # the cursor, during a drawing and afterwards
 
 
 @pytest.fixture
 def terminal(monkeypatch, capsys):
-    """Standard output and error are a terminal."""
+    """Make standard output and error a terminal."""
     for name in ("NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "150"}.items():
@@ -42,7 +42,7 @@ def plain(monkeypatch):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The bar's clock: ``clock.now`` seconds."""
+    """Set the bar's clock to ``clock.now`` seconds."""
     clock = SimpleNamespace(now=0.0)
     clock.monotonic = lambda: clock.now
     for module in ("progress_bar", "bars", "lines"):
@@ -51,7 +51,7 @@ def clock(monkeypatch):
 
 
 def text(drawn):
-    """Without colours and cursor movements."""
+    """Return text without colours and cursor movements."""
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", drawn)
 
 
@@ -87,10 +87,10 @@ def test_the_bar_is_stopped_on_an_error(terminal, capsys, error):
     drawn = capsys.readouterr()
     assert drawn.err.rindex(SHOW) > drawn.err.rindex(HIDE)
     assert (sys.stdout, sys.stderr) == streams
-    assert "steps" not in drawn.out  # no closing table of a run that failed
+    assert "steps" not in drawn.out  # a failed run has no final table
 
 
-def test_the_bar_says_what_runs_now(terminal, capsys):
+def test_the_bar_names_the_running_stage(terminal, capsys):
     fit(EvalNet(), val=loader(), enable_progress_bar=True, num_sanity_val_steps=1)
     drawn = text(capsys.readouterr().err)
     assert "sanity check" in drawn
@@ -105,7 +105,7 @@ def test_a_bar_of_a_run_without_end_or_length(terminal, capsys):
 
 
 class Tick:
-    """A step takes so many seconds."""
+    """A plugin that makes each step take some seconds."""
 
     def __init__(self, clock, seconds):
         self.clock, self.seconds = clock, seconds
@@ -117,7 +117,7 @@ class Tick:
 
 @pytest.fixture
 def draws(clock, monkeypatch):
-    """When each drawing was made; one takes ``clock.drawing`` seconds."""
+    """Record when each drawing was made; a drawing takes ``clock.drawing`` seconds."""
     times, clock.drawing = [], 0.0
 
     def refresh(self):
@@ -133,7 +133,7 @@ def draws(clock, monkeypatch):
     [(0.0, 0, 4), (0.001, 0, 6), (10.0, 0, 210), (0.01, 0.01, 6), (1.0, 9.0, 210)],
 )
 def test_redraws_are_limited(terminal, clock, draws, seconds, drawing, most):
-    """200 steps of so many seconds: one redraw in 0.1 s at most, and a third of a percent of the time, but for an epoch's end."""
+    """Over 200 steps: at most 10 redraws a second and 1/300 of the time, except at epoch ends."""
     clock.drawing = drawing
     fit(
         train=list(loader()) * 40,
@@ -203,12 +203,12 @@ def test_the_bar_of_an_evaluation(terminal, clock, command, capsys):
         assert list(dict.fromkeys(map(int, shown)))[:total] == list(range(total))
     assert "1.0 batches/s" in text(drawn)
     assert "0:00:03 left" in text(drawn)
-    assert re.search(r"2/2\D+2/2 ", text(drawn))  # whole in the end
+    assert re.search(r"2/2\D+2/2 ", text(drawn))  # full at the end
     assert drawn.rindex(SHOW) > drawn.rindex(HIDE)
 
 
 def test_validation_is_a_second_bar_that_goes_away(terminal, clock, capsys):
-    """And its time does not count in the rate of training."""
+    """Its time does not count in the training rate."""
 
     class Slow(EvalNet):
         def on_validation_batch_start(self, batch, batch_idx, dataloader_idx=0):
@@ -226,9 +226,8 @@ def test_validation_is_a_second_bar_that_goes_away(terminal, clock, capsys):
     assert re.search(
         r"epoch 1/1\W+3/6 1.0 steps/s +0:00:03 left *\nvalidate\W+1/2 0.0 batches/s", both
     )
-    last = re.sub(
-        r".*\x1b\[1A\x1b\[2K", "", drawn, flags=re.DOTALL
-    )  # after the second bar was taken away
+    # The output after the second bar was removed.
+    last = re.sub(r".*\x1b\[1A\x1b\[2K", "", drawn, flags=re.DOTALL)
     assert "validate" not in last
     assert "6/6 1.0 steps/s" in text(last)
 
@@ -255,7 +254,7 @@ def test_the_sanity_check_has_its_own_length(terminal, capsys, left):
     assert re.search(rf"sanity check\W+0/{left or 6} ", drawn)
 
 
-def test_a_line_now_and_then_in_what_goes_on_for_long(plain, clock, capsys):
+def test_a_long_epoch_prints_a_line_from_time_to_time(plain, clock, capsys):
     class Slow(EvalNet):
         def on_validation_batch_start(self, batch, batch_idx, dataloader_idx=0):
             clock.now += 20.0
@@ -313,7 +312,7 @@ def test_a_narrow_terminal_keeps_one_line_a_bar(terminal, monkeypatch, capsys, c
 
     fit(Logging(train), log_every_n_steps=1, enable_progress_bar=True)
     drawn = capsys.readouterr().err
-    assert "\x1b[1A" not in drawn  # never a line up: there is one
+    assert "\x1b[1A" not in drawn  # a single line needs no cursor-up
     lines = [text(line) for line in re.split(r"[\r\n]", drawn)]
     assert max(map(len, lines)) <= columns
     if columns >= 20:
@@ -361,7 +360,7 @@ def test_without_the_bar_nothing_is_printed(terminal, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-# --- real ones -----------------------------------------------------------------------------------------------------------
+# --- real programs --------------------------------------------------------------------------------
 
 PROGRAM = """
 import logging, os, signal, sys, time, warnings
@@ -394,7 +393,10 @@ gt.Trainer(accelerator="cpu", max_epochs=1).fit(Net(), Batches())
 
 
 def in_a_terminal(tmp_path, *arguments, stdout=None):
-    """Run ``PROGRAM`` with a pseudo-terminal. Returns what came there, whether its settings are what they were, and the exit code."""
+    """Run ``PROGRAM`` in a pseudo-terminal.
+
+    Return its output, True if the terminal's settings are unchanged, and the exit code.
+    """
     (tmp_path / "program.py").write_text(PROGRAM)
     ours, theirs = pty.openpty()
     before = termios.tcgetattr(theirs)
@@ -428,7 +430,7 @@ def in_a_terminal(tmp_path, *arguments, stdout=None):
 
 
 @pytest.mark.timeout(120)
-def test_what_is_printed_stands_above_the_bar(tmp_path):
+def test_printed_text_appears_above_the_bar(tmp_path):
     drawn, same, code = in_a_terminal(tmp_path)
     assert (same, code) == (True, 0)
     for said in ("printed by the user", "UserWarning: warned by the user"):
@@ -449,7 +451,7 @@ def test_an_interrupt_gives_the_cursor_back(tmp_path):
 
 
 @pytest.mark.timeout(120)
-def test_what_is_printed_into_a_file_does_not_go_to_the_terminal(tmp_path):
+def test_text_printed_to_a_file_does_not_appear_on_the_terminal(tmp_path):
     with open(tmp_path / "out.txt", "w+") as out:
         drawn, _, code = in_a_terminal(tmp_path, stdout=out)
         out.seek(0)

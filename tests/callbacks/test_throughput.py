@@ -1,4 +1,4 @@
-"""Throughput: how fast training is, from flush to flush."""
+"""Throughput: the speed of training between flushes."""
 
 from types import SimpleNamespace
 
@@ -11,14 +11,14 @@ from geartrain import UsageError, hookimpl
 from geartrain.callbacks import Throughput
 from geartrain_callbacks.throughput import _known_peak
 
-#: Floating-point operations of one sample in Net: 2 for each weight forward, twice that backward, but that the first layer's input
-#: needs no gradient.
+#: Floating-point operations of one sample in Net: 2 per weight in forward, 4 in backward, less for
+#: the first layer, whose input needs no gradient.
 PER_SAMPLE = 2 * (3 * 4 + 4) * 3 - 2 * 3 * 4
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The clock of the figures; each training step takes half a second of it, each validation batch 100 s."""
+    """Set the clock: a training step takes 0.5 s, a validation batch 100 s."""
     clock = SimpleNamespace(now=5.0)
     clock.perf_counter = lambda: clock.now
     monkeypatch.setattr("geartrain_callbacks.throughput.time", clock)
@@ -143,7 +143,7 @@ def test_the_device_is_waited_for_at_flushes_only(clock, monkeypatch):
     assert waits == [6.5, 8.0]
 
 
-def test_what_is_trained_is_the_same(clock):
+def test_training_is_not_changed(clock):
     torch.manual_seed(3)
     plain, module = Net(), Net()
     module.load_state_dict(plain.state_dict())

@@ -1,4 +1,4 @@
-"""Timer and Trainer(max_time=...): training ends after so much time."""
+"""Timer and Trainer(max_time=...): training ends after a time limit."""
 
 from datetime import timedelta
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from geartrain.callbacks import Timer
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The timer's clock; each training step takes a second of it."""
+    """Set the timer's clock: a training step takes one second."""
     clock = SimpleNamespace(now=100.0)
     clock.monotonic = lambda: clock.now
     monkeypatch.setattr("geartrain_callbacks.timer.time", clock)
@@ -64,7 +64,7 @@ def test_forms_of_a_duration(given, seconds):
         float("nan"),
     ],
 )
-def test_what_is_no_duration(given):
+def test_a_wrong_duration_is_refused(given):
     with pytest.raises(UsageError, match=r"duration=.*Fix: 'DD:HH:MM:SS'"):
         Timer(given)
 
