@@ -199,7 +199,8 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit(
-            f"benchmarks/gpu.py needs a CUDA GPU and a torch built for it; torch {torch.__version__} sees none"
+            "benchmarks/gpu.py needs a CUDA GPU and a torch built for it; torch "
+            f"{torch.__version__} sees none"
         )
     measures = {"overhead": overhead, "prefetch": prefetching}
     unknown = set(options.what.split(",")) - set(measures)

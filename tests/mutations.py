@@ -361,7 +361,7 @@ MUTATIONS = [
 ]
 
 
-# --- the list ------------------------------------------------------------------------------------------------------------
+# --- the list -------------------------------------------------------------------------------------
 
 
 def check():
@@ -404,7 +404,7 @@ def describe(number, mutation):
     return f"{number:2} {mutation.room:10} {place}\n   {old}  ->  {new}\n   {mutation.why}"
 
 
-# --- measure -------------------------------------------------------------------------------------------------------------
+# --- measure --------------------------------------------------------------------------------------
 
 
 def measure(folder, arguments):
@@ -510,7 +510,8 @@ class Measured:
 
         if not (folder / "total.json").exists():
             sys.exit(
-                f"{folder} holds no measurement. Fix: python tests/mutations.py measure {folder} ..."
+                f"{folder} holds no measurement. Fix: python tests/mutations.py measure {folder} "
+                "..."
             )
         total = json.loads((folder / "total.json").read_text(encoding="utf-8"))
         changed = [file for file, before in total["sources"].items() if digest(file) != before]
@@ -545,14 +546,15 @@ class Measured:
         return sorted(sizes, key=lambda file: (sizes[file], self._size[file], file))
 
 
-# --- try -----------------------------------------------------------------------------------------------------------------
+# --- try ------------------------------------------------------------------------------------------
 
 
 def try_all(folder, only, seconds, arguments):
     """Try mutations; True if each was caught."""
     if changes := git("status", "--porcelain", "--", *(str(path) for path in SOURCES)):
         sys.exit(
-            f"the source has changes that are not committed, which a mutation could not be told from:\n{changes}"
+            "the source has changes that are not committed, which a mutation could not be told "
+            f"from:\n{changes}"
         )
     measured, results = Measured(folder), {}
     for number, mutation in enumerate(MUTATIONS, 1):
@@ -639,7 +641,7 @@ def git(*arguments):
     ).stdout.rstrip()
 
 
-# --- the plugin ----------------------------------------------------------------------------------------------------------
+# --- the plugin -----------------------------------------------------------------------------------
 
 
 def pytest_runtest_protocol(item):

@@ -96,7 +96,8 @@ def environment(folder, wheels):
         for script in installed.entry_points.select(group="console_scripts"):
             path = site.bin / script.name
             path.write_text(
-                f"#!{site.python}\nimport sys\nfrom {script.module} import {script.attr}\nsys.exit({script.attr}())\n"
+                f"#!{site.python}\nimport sys\nfrom {script.module} import {script.attr}\n"
+                f"sys.exit({script.attr}())\n"
             )
             path.chmod(0o755)
     return site

@@ -161,12 +161,13 @@ def call(*command, cwd=None, may_fail=False, seconds=300):
     )
     if done.returncode and not may_fail:
         raise RuntimeError(
-            f"{' '.join(command)}\nended with exit code {done.returncode}:\n{done.stdout}{done.stderr}"
+            f"{' '.join(command)}\nended with exit code {done.returncode}:\n"
+            f"{done.stdout}{done.stderr}"
         )
     return done
 
 
-# --- an environment ------------------------------------------------------------------------------------------------------
+# --- an environment -------------------------------------------------------------------------------
 
 
 class Packages:
@@ -250,7 +251,7 @@ def environment(
     return scripts
 
 
-# --- one distribution ----------------------------------------------------------------------------------------------------
+# --- one distribution -----------------------------------------------------------------------------
 
 
 def check(

@@ -1,4 +1,4 @@
-"""Every test of a command runs in a folder with a target, and finds core and the tools alone."""
+"""Tests of commands run in a folder with a target; only core and the tools are installed."""
 
 import pytest
 from command_line import (

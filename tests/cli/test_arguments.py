@@ -1,4 +1,4 @@
-"""Options on the command line: spelling, types, choices and the options of what is chosen."""
+"""Options on the command line: spelling, types, choices, and the options of selected plugins."""
 
 import shutil
 
@@ -15,7 +15,7 @@ def on_step_end(run):
 
 pytestmark = pytest.mark.usefixtures("chip")
 
-# --- spelling ------------------------------------------------------------------------------------------------------------
+# --- spelling -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_values_and_bare_flags(plan, words, expected):
     [("--max-epoch 7", "--max_epoch"), ("--max 7", "--max"), ("--model.hid 2", "--model.hid")],
 )
 def test_an_abbreviation_is_an_unknown_option(refused, words, asked):
-    """With abbreviations on, a new option of ours could change the meaning of what a script says."""
+    """Abbreviations would let a new option of geartrain change the meaning of a script."""
     assert f"there is no option {asked}." in refused(f"explain net.py {words}")
 
 
@@ -82,7 +82,7 @@ def test_a_misspelt_quiet(refused):
     assert "'quiet'" in refused("explain net.py --quite")
 
 
-def test_names_of_what_is_chosen_are_the_same_in_capitals(plan):
+def test_names_are_the_same_in_capitals(plan):
     facts = plan("--strategy SCALED --accelerator Chip --plugin Bell")
     assert [
         facts["strategy"]["name"],
@@ -100,7 +100,7 @@ def test_devices_in_each_form(plan, words, found):
     assert facts["processes"] == 1
 
 
-# --- options of what is chosen -------------------------------------------------------------------------------------------
+# --- options of selected plugins ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -148,10 +148,11 @@ def test_options_of_a_plugin_in_a_file(fit, folder, words):
 
 
 def test_several_plugins_each_with_its_options(fit, write):
-    """All-hooks call the last one given first."""
+    """A hook that calls all plugins calls the last plugin first."""
     write("functions.py", FUNCTIONS)
     printed = fit(
-        "--plugin bell --plugin my_hooks.py --plugin functions.py --my_hooks.word plop --bell.sound dong --max-steps 2"
+        "--plugin bell --plugin my_hooks.py --plugin functions.py --my_hooks.word plop "
+        "--bell.sound dong --max-steps 2"
     )
     assert [line for line in printed.splitlines() if "made" not in line] == [
         "dong",
@@ -175,7 +176,7 @@ def test_several_plugins_each_with_its_options(fit, write):
         ("--plugin functions.py --functions.every 2", ["--functions.every", "takes no options"]),
     ],
 )
-def test_an_option_that_nobody_claims_is_an_error(refused, write, words, expected):
+def test_an_option_that_no_plugin_has_is_an_error(refused, write, words, expected):
     write("functions.py", FUNCTIONS)
     error = refused(f"fit net.py {words}")
     assert all(word in error for word in expected), error
@@ -186,7 +187,7 @@ def test_an_option_that_nobody_claims_is_an_error(refused, write, words, expecte
     ["--plugin bell --plugin bell --bell.times 2", "--plugin my_hooks.py --plugin my_hooks.py"],
 )
 def test_one_plugin_given_twice_is_an_error(refused, words):
-    """Two of them would do everything twice, the second without the options."""
+    """Two instances would do everything twice, the second without the options."""
     assert "twice" in refused(f"fit net.py --max-epochs 1 {words}")
 
 
@@ -198,7 +199,7 @@ def test_a_plugin_s_file_cannot_have_an_option_s_name(refused, folder, name):
     assert "rename" in error
 
 
-# --- help ----------------------------------------------------------------------------------------------------------------
+# --- help -----------------------------------------------------------------------------------------
 
 
 def test_help_shows_every_option_as_it_is_typed(command):

@@ -1,4 +1,4 @@
-"""``gt.cli``: the options of ``geartrain fit`` for one's own script, ``net.py`` here."""
+"""``gt.cli``: the options of ``geartrain fit`` for a user's script, here ``net.py``."""
 
 import json
 
@@ -23,7 +23,7 @@ SEEDED = [
 
 
 def test_a_script_trains_and_tests_as_the_command_does(python, command, folder):
-    """Bitwise the same weights, and from them the same metrics."""
+    """The weights are bitwise equal, and so are the metrics."""
     assert command(" ".join(["fit net.py --output by_command", *SEEDED])).code == 0
     script = python("net.py", *SEEDED, "--output", "by_script")
     assert script.returncode == 0, script.stderr
@@ -64,7 +64,7 @@ def test_a_script_exits_as_the_command_does(python):
 
 @pytest.fixture
 def cli(folder):
-    """``cli("--seed", "1")``: what a script calls, in this process."""
+    """Return ``cli("--seed", "1")``, which calls ``gt.cli`` as a script does, in this process."""
     return lambda *argv: gt.cli(*find_target("net.py"), argv=argv)
 
 

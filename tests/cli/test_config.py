@@ -5,7 +5,7 @@ import yaml
 
 pytestmark = pytest.mark.usefixtures("chip")
 
-# --- what a file may say -------------------------------------------------------------------------------------------------
+# --- content of a file ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_blocked_names(refused, write):
     )
 
 
-# --- precedence ----------------------------------------------------------------------------------------------------------
+# --- precedence -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -119,11 +119,13 @@ def test_a_later_file_wins_and_keeps_the_rest(plan, write):
     ) == (2, 3, 2)
 
 
-# --- --print-config ------------------------------------------------------------------------------------------------------
+# --- --print-config -------------------------------------------------------------------------------
 
 OPTIONS = (
-    "--strategy scaled --strategy.scale 0.5 --plugin bell --bell.times 2 --plugin my_hooks.py --my_hooks.every 3 --max-epochs 2 "
-    "--limit-train-batches 0.5 --data.batch-size 8 --model.lr 0.25 --seed 4 --deterministic --devices 1 --output out"
+    "--strategy scaled --strategy.scale 0.5 --plugin bell --bell.times 2 --plugin my_hooks.py "
+    "--my_hooks.every 3 --max-epochs 2 "
+    "--limit-train-batches 0.5 --data.batch-size 8 --model.lr 0.25 --seed 4 --deterministic "
+    "--devices 1 --output out"
 )
 
 
@@ -137,11 +139,11 @@ def test_print_config_prints_every_value_and_makes_nothing(command, folder):
     assert not (folder / "out").exists()
 
 
-def test_what_print_config_prints_means_the_same_when_read(command, fit, write):
+def test_the_output_of_print_config_means_the_same_when_read(command, fit, write):
     printed = command(f"fit net.py {OPTIONS} --print-config").out
     write("conf.yaml", printed)
     assert command("fit net.py --config conf.yaml --print-config").out == printed
-    # And it runs: 2 batches of 8 in an epoch, of which half are used, for 3 epochs.
+    # The file also runs: an epoch has 2 batches of 8, half of them are used, for 3 epochs.
     lines = fit("--config conf.yaml --max-epochs 3").splitlines()
     assert "scale 0.5 ms" in lines
     assert "dingding" in lines
@@ -152,8 +154,8 @@ def test_what_print_config_prints_means_the_same_when_read(command, fit, write):
     ("one", "other"),
     [("fit", "explain"), ("explain", "fit"), ("fit", "test"), ("explain", "explain")],
 )
-def test_what_one_command_prints_another_reads(command, write, one, other):
-    """Look first with explain, then run: one file for both."""
+def test_one_commands_print_config_works_with_another(command, write, one, other):
+    """A user can check a file with explain and then run it."""
     write(
         "conf.yaml",
         command(f"{one} net.py --max-epochs 2 --enable-progress-bar false --print-config").out,
@@ -162,7 +164,7 @@ def test_what_one_command_prints_another_reads(command, write, one, other):
     assert (done.code, done.err) == (0, "")
 
 
-# --- refused -------------------------------------------------------------------------------------------------------------
+# --- refused --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -179,7 +181,7 @@ def test_what_one_command_prints_another_reads(command, write, one, other):
         ("max_epochs: [", ["conf.yaml"]),
     ],
 )
-def test_a_file_that_cannot_be_meant_is_one_error(refused, write, text, words):
+def test_a_wrong_config_file_is_one_error(refused, write, text, words):
     write("conf.yaml", text)
     error = refused("fit net.py --config conf.yaml")
     assert all(word in error for word in words), error
@@ -198,15 +200,14 @@ BOMB = "a: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
 @pytest.mark.parametrize(
     "text", [BOMB, "data: &all\n  batch_size: *all\n"], ids=["billion", "endless"]
 )
-def test_aliases_that_stand_for_too_much_are_refused_at_once(refused, write, text):
+def test_aliases_that_expand_to_too_much_are_refused_at_once(refused, write, text):
     write("conf.yaml", text)
-    assert (
-        "--config conf.yaml: its aliases expand to too many values"
-        in refused("fit net.py --config conf.yaml")
+    assert "--config conf.yaml: its aliases expand to too many values" in refused(
+        "fit net.py --config conf.yaml"
     )
 
 
-def test_aliases_that_stand_for_little_are_read(plan, write):
+def test_aliases_that_expand_to_little_are_read(plan, write):
     write("conf.yaml", "max_epochs: &n 7\nlog_every_n_steps: *n\n")
     assert plan("--config conf.yaml")["options"]["log_every_n_steps"] == 7
 

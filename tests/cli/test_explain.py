@@ -28,7 +28,7 @@ class OwnClipping:
 
 
 def row(table, name):
-    """The cells of a table's row, found by its first cell."""
+    """Return the cells of the table's row that starts with a cell."""
     rows = [
         [cell.strip() for cell in line.strip("│").split("│")]
         for line in table.splitlines()
@@ -37,17 +37,19 @@ def row(table, name):
     return next(cells[1:] for cells in rows if cells[0] == name)
 
 
-# --- starts nothing ------------------------------------------------------------------------------------------------------
+# --- starts nothing -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("words", ["", "--json"])
 def test_explain_starts_nothing(command, folder, write, words):
-    """Neither module nor data is made, although both would leave a mark."""
+    """Neither module nor data is made; both would create a file."""
     write(
         "marked.py",
         "from pathlib import Path\nimport geartrain as gt\nfrom net import Net\n"
-        "class Marked(Net):\n    def __init__(self):\n        Path('model').touch()\n        super().__init__()\n"
-        "class Data(gt.DataModule):\n    def __init__(self):\n        Path('data').touch()\n    def train_dataloader(self): return []\n",
+        "class Marked(Net):\n    def __init__(self):\n        Path('model').touch()\n"
+        "        super().__init__()\n"
+        "class Data(gt.DataModule):\n    def __init__(self):\n        Path('data').touch()\n"
+        "    def train_dataloader(self): return []\n",
     )
     before = set(folder.iterdir())
     done = command(f"explain marked.py --output out --seed 1 {words}")
@@ -61,10 +63,10 @@ def test_explain_refuses_what_fit_would_refuse(refused):
     assert "TARGET comes first" in refused("explain")
 
 
-# --- the plan ------------------------------------------------------------------------------------------------------------
+# --- the plan -------------------------------------------------------------------------------------
 
 
-def test_plan_says_what_was_chosen_whose_it_is_and_why(plan):
+def test_the_plan_names_each_choice_its_package_and_the_reason(plan):
     facts = plan()
     for kind, name, reason in (
         ("accelerator", "cpu", "auto"),
@@ -82,7 +84,7 @@ def test_plan_says_what_was_chosen_whose_it_is_and_why(plan):
     assert plan("--enable-progress-bar false")["plugins"] == []
 
 
-def test_reasons_of_what_was_asked_for_quote_the_command_line(plan):
+def test_reasons_of_requested_choices_quote_the_command_line(plan):
     facts = plan("--accelerator cpu --strategy single --plugin my_hooks.py")
     assert facts["accelerator"]["reason"] == "--accelerator cpu"
     assert facts["strategy"]["reason"] == "--strategy single"
@@ -90,7 +92,7 @@ def test_reasons_of_what_was_asked_for_quote_the_command_line(plan):
 
 
 @pytest.mark.usefixtures("chip")
-def test_what_was_passed_over_and_why(plan):
+def test_the_plan_names_alternatives_and_why_they_were_passed_over(plan):
     passed = plan()["passed_over"]
     assert "priority" in passed["geartrain-chip[chip]"]
     assert "one device" in passed["geartrain-chip[scaled]"]
@@ -108,11 +110,11 @@ def test_what_was_passed_over_and_why(plan):
     ],
 )
 def test_batch_sizes(plan, words, sizes):
-    """A strategy of one process splits its batch over the devices."""
+    """A strategy with one process splits its batch over the devices."""
     assert tuple(plan(words)["batch_size"].values()) == sizes
 
 
-def test_batch_size_is_unknown_where_the_data_does_not_say_it(command, write):
+def test_batch_size_is_unknown_if_the_data_has_no_such_option(command, write):
     write("mine.py", "from net import Net\nclass Mine(Net): ...\n")
     assert command("explain mine.py --json").facts["batch_size"] == {
         "per_device": None,
@@ -122,7 +124,7 @@ def test_batch_size_is_unknown_where_the_data_does_not_say_it(command, write):
 
 
 @pytest.mark.usefixtures("chip")
-def test_hardware_that_is_not_here_can_be_assumed(plan, refused):
+def test_missing_hardware_can_be_assumed(plan, refused):
     facts = plan("--accelerator chip --assume chip=8 --devices 8 --strategy scaled")
     assert facts["devices"] == list(range(8))
     assert "only [0, 1, 2, 3]" in refused(
@@ -132,15 +134,16 @@ def test_hardware_that_is_not_here_can_be_assumed(plan, refused):
     assert "geartrain explain" in refused("fit net.py --assume chip=8")
 
 
-# --- the hooks -----------------------------------------------------------------------------------------------------------
+# --- the hooks ------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("chip")
-def test_hooks_name_everyone_in_call_order(plan, write):
+def test_hooks_name_all_plugins_in_call_order(plan, write):
     write("timed.py", WRAPPERS)
     write("timed_too.py", WRAPPERS)
     hooks = plan(
-        "--accelerator chip --devices 1 --strategy scaled --plugin bell --plugin timed.py --plugin timed_too.py"
+        "--accelerator chip --devices 1 --strategy scaled --plugin bell --plugin timed.py "
+        "--plugin timed_too.py"
     )["hooks"]
     assert hooks["step"] == ["timed_too", "timed", "defaults"]
     assert hooks["on_step_end"] == ["timed_too", "timed", "progress"]
@@ -153,7 +156,7 @@ def test_hooks_name_everyone_in_call_order(plan, write):
     assert hooks["device_stats"] == []
 
 
-def test_every_hook_is_there_in_the_order_of_the_hookspecs(plan):
+def test_all_hooks_are_listed_in_the_order_of_the_hookspecs(plan):
     from geartrain import hookspecs
 
     marked = [name for name, thing in vars(hookspecs).items() if hasattr(thing, "geartrain_spec")]
@@ -170,11 +173,12 @@ def test_options_that_are_plugins_of_core_show_as_such(plan):
 
 
 @pytest.mark.usefixtures("chip")
-def test_table_tells_owner_wrappers_and_who_is_not_asked(command, write):
+def test_the_table_names_owner_wrappers_and_passed_over_plugins(command, write):
     write("timed.py", WRAPPERS)
     write("own.py", OWN_CLIPPING)
     done = command(
-        "explain net.py --strategy scaled --plugin timed.py --plugin own.py --gradient-clip-val 1 --data.batch-size 8"
+        "explain net.py --strategy scaled --plugin timed.py --plugin own.py --gradient-clip-val 1 "
+        "--data.batch-size 8"
     )
     assert (done.code, done.err) == (0, "")
     assert row(done.out, "strategy") == ["scaled (geartrain-chip 1.0)", "--strategy scaled"]

@@ -1,4 +1,4 @@
-"""``geartrain plugins``: what is installed."""
+"""``geartrain plugins``: the list of installed plugins."""
 
 import sys
 
@@ -27,7 +27,7 @@ class {name}:
 
 @pytest.fixture
 def rows(command):
-    """``rows("--probe")``: the rows of ``geartrain plugins --json``, by name."""
+    """Return a function: ``rows("--probe")`` gives the rows of ``geartrain plugins --json``."""
     return lambda options="": {
         row["name"]: row for row in command(f"plugins --json {options}").facts
     }
@@ -106,7 +106,7 @@ def test_a_narrow_table_leaves_nothing_out(command, install, monkeypatch):
     assert "…" not in command("plugins").out
 
 
-def test_probe_asks_each_and_survives_what_is_broken(command, install):
+def test_probe_imports_each_plugin_and_survives_broken_ones(command, install):
     install(
         "geartrain-a",
         LOUD.format(name="A", reason="no such device"),
@@ -136,7 +136,7 @@ def test_probe_asks_each_and_survives_what_is_broken(command, install):
 
 
 def test_json_stays_json_when_a_plugin_prints_at_import(rows, install):
-    """Libraries of vendors do."""
+    """Vendors' libraries print at import."""
     install("geartrain-a", LOUD.format(name="A", reason=None), plugins={"c": "A"})
     assert rows("--probe")["c"]["state"] == "available"
 

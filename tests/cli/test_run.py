@@ -1,4 +1,4 @@
-"""``geartrain fit``, ``validate``, ``test`` and ``predict``: what they do, what they leave behind, how they end."""
+"""``geartrain fit``, ``validate``, ``test``, ``predict``: results, files and exit codes."""
 
 import json
 
@@ -10,13 +10,13 @@ FAST = "--fast-dev-run --enable-progress-bar false"
 
 @pytest.fixture
 def left(folder):
-    """``left("out", "summary.json")``: a JSON file that a run left behind."""
+    """Return a function: ``left("out", "summary.json")`` reads a JSON file of a run."""
     return lambda run, name: json.loads((folder / run / name).read_text())
 
 
 @pytest.fixture
 def weights(folder):
-    """``weights("out")``: the weights that a run left behind."""
+    """Return a function: ``weights("out")`` reads the weights that a run saved."""
     return lambda run: torch.load(folder / run / "last.ckpt", weights_only=True)["model"]
 
 
@@ -24,7 +24,7 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-# --- what they do --------------------------------------------------------------------------------------------------------
+# --- results --------------------------------------------------------------------------------------
 
 
 def test_fit_trains_and_leaves_its_folder(command, folder, left):
@@ -68,7 +68,8 @@ def test_the_file_s_data_module_is_used(fit, left):
 def test_a_module_may_bring_its_own_data(fit, write, left):
     write(
         "alone.py",
-        "from net import Data, Net\nclass Alone(Net):\n    def train_dataloader(self): return Data(8).train_dataloader()\n",
+        "from net import Data, Net\nclass Alone(Net):\n"
+        "    def train_dataloader(self): return Data(8).train_dataloader()\n",
     )
     fit("--output out", target="alone.py")
     assert left("out", "summary.json")["steps"] == 2
@@ -102,14 +103,14 @@ def test_predict_passes_over_every_batch(command, fit, left):
     assert left("predicted", "summary.json")["command"] == "predict"
 
 
-def test_predictions_are_kept_where_output_says(command):
+def test_predictions_are_saved_in_the_output_folder(command):
     done = command("predict net.py --data.samples 10 --output kept")
     assert done.code == 0, done.err
     kept = torch.load("kept/predictions.pt", weights_only=True)
     assert [tuple(batch.shape) for batch in kept] == [(4, 1), (4, 1), (2, 1)]
 
 
-def test_predict_asks_where_to_keep_them_before_anything_is_made(command):
+def test_predict_requires_output_before_anything_is_made(command):
     done = command("predict net.py")
     assert done.code == 2
     assert "--output" in done.err
@@ -130,19 +131,19 @@ def test_fast_dev_run_tries_everything_and_writes_nothing(command, folder):
     assert not (folder / "out").exists()
 
 
-# --- repeatable ----------------------------------------------------------------------------------------------------------
+# --- repeatable -----------------------------------------------------------------------------------
 
 
 def test_one_seed_gives_bitwise_equal_weights(fit, weights):
-    """Initial weights, dropout and the order of the samples all come from it."""
+    """Initial weights, dropout and the order of the samples all depend on the seed."""
     for run, seed in (("a", 5), ("b", 5), ("c", 6)):
-        torch.seed()  # whatever came before must not matter
+        torch.seed()  # the previous random state must not matter
         fit(f"--seed {seed} --max-epochs 2 --output {run}")
     assert same(weights("a"), weights("b"))
     assert not same(weights("a"), weights("c"))
 
 
-def test_plugins_that_only_look_change_no_weight(fit, weights):
+def test_plugins_that_only_observe_change_no_weight(fit, weights):
     fit("--seed 5 --output a")
     fit("--seed 5 --output b --plugin my_hooks.py --log-every-n-steps 1")
     assert same(weights("a"), weights("b"))
@@ -155,7 +156,7 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(fit, refused, weights):
     assert same(weights("out"), before)
 
 
-def test_resume_goes_on_with_the_folder(command, fit, weights, folder):
+def test_resume_continues_with_the_folder(command, fit, weights, folder):
     fit("--seed 1 --max-epochs 2 --output whole")
     fit("--seed 1 --max-epochs 1 --output out")
     first = (folder / "out" / "metrics.jsonl").read_text()
@@ -170,11 +171,11 @@ def test_resume_goes_on_with_the_folder(command, fit, weights, folder):
     assert "there is nothing left to do" in done.err
 
 
-def test_resume_from_a_file_and_where_there_is_none(fit, refused, weights):
+def test_resume_from_a_file_and_without_a_file(fit, refused, weights):
     assert "has saved no last checkpoint" in refused(
         "fit net.py --max-epochs 1 --output out --resume"
     )
-    fit("--seed 1 --max-epochs 1 --resume auto --output out")  # an option after it is not its value
+    fit("--seed 1 --max-epochs 1 --resume auto --output out")  # the next option is not its value
     fit("--seed 1 --max-epochs 2 --output whole")
     fit("--seed 1 --max-epochs 2 --output other --resume out/last.ckpt")
     assert same(weights("other"), weights("whole"))
@@ -184,7 +185,7 @@ def test_resume_from_a_file_and_where_there_is_none(fit, refused, weights):
     assert "there is no option --resume" in refused("test net.py --resume out/last.ckpt")
 
 
-# --- how they fail -------------------------------------------------------------------------------------------------------
+# --- how they fail --------------------------------------------------------------------------------
 
 FAILING = {
     "training_step": "    def training_step(self, batch, batch_idx): return 1 / 0\n",
@@ -196,7 +197,7 @@ MINE = "from net import Data as Base, Net\nclass Mine(Net):\n{0}    pass\nclass 
 
 
 @pytest.mark.parametrize("where", FAILING)
-def test_an_error_of_the_user_s_own_code_comes_as_it_is(command, write, where):
+def test_an_error_of_user_code_is_raised_unchanged(command, write, where):
     write("mine.py", MINE.format(FAILING[where], ""))
     with pytest.raises(ZeroDivisionError) as raised:
         command(f"fit mine.py {FAST}")
@@ -204,7 +205,7 @@ def test_an_error_of_the_user_s_own_code_comes_as_it_is(command, write, where):
     assert not getattr(raised.value, "__notes__", [])
 
 
-#: What the console script ``geartrain`` does.
+#: The code of the console script ``geartrain``.
 COMMAND = "import sys; from geartrain.commands import main; sys.exit(main())"
 
 
@@ -225,7 +226,8 @@ def test_it_exits_with_1_and_the_user_s_traceback(python, write, left):
 def test_an_error_of_a_plugin_names_the_plugin(command, write):
     write(
         "angry.py",
-        "from geartrain import hookimpl\n@hookimpl\ndef on_step_end(run):\n    raise ValueError('enough')\n",
+        "from geartrain import hookimpl\n@hookimpl\ndef on_step_end(run):\n"
+        "    raise ValueError('enough')\n",
     )
     with pytest.raises(ValueError, match="enough") as raised:
         command(f"fit net.py {FAST} --plugin angry.py")
@@ -238,7 +240,8 @@ def test_an_error_of_a_plugin_names_the_plugin(command, write):
         ("", "    def train_dataloader(self): return []\n", ["loader to train is empty"]),
         ("", "    def train_dataloader(self): return iter(())\n", ["no batch"]),
         (
-            "    def training_step(self, batch, batch_idx): return super().training_step(batch, batch_idx).detach()\n",
+            "    def training_step(self, batch, batch_idx): return super().training_step(batch, "
+            "batch_idx).detach()\n",
             "",
             ["needs no grad"],
         ),
@@ -260,9 +263,7 @@ def test_an_error_of_a_plugin_names_the_plugin(command, write):
     ],
     ids=["empty loader", "empty iterator", "no grad", "no loss", "no scalar", "log of a batch"],
 )
-def test_what_geartrain_can_explain_is_one_message_and_exits_with_1(
-    command, write, module, data, words
-):
+def test_an_error_of_geartrain_is_one_message_and_exits_with_1(command, write, module, data, words):
     write("mine.py", MINE.format(module, data))
     done = command("fit mine.py --max-epochs 1 --num-sanity-val-steps 0")
     assert done.code == 1
@@ -284,7 +285,7 @@ def test_no_data_at_all(command, write):
 
 
 @pytest.mark.parametrize(("name", "code"), [("nope.ckpt", 2), ("net.py", 1)])
-def test_a_file_that_is_no_checkpoint(command, name, code):
+def test_a_file_that_is_not_a_checkpoint(command, name, code):
     done = command(f"test net.py --checkpoint {name}")
     assert done.code == code
     assert name in done.err
@@ -293,7 +294,7 @@ def test_a_file_that_is_no_checkpoint(command, name, code):
 
 @pytest.mark.parametrize("which", ["best", "last"])
 @pytest.mark.parametrize("verb", ["fit", "test", "tune lr", "tune batch-size"])
-def test_here_a_checkpoint_is_a_file(command, verb, which):
+def test_best_and_last_are_refused_as_checkpoint(command, verb, which):
     done = command(f"{verb} net.py --checkpoint {which} --output out")
     assert done.code == 2
     assert f"--checkpoint {which}: here it is a file.\nFix: --checkpoint RUN/last.ckpt" in done.err

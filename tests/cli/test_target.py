@@ -1,4 +1,4 @@
-"""TARGET: which class of which file is run."""
+"""TARGET: the class and the file that a command runs."""
 
 import sys
 
@@ -14,7 +14,7 @@ def names(target):
     return model.__name__, data and data.__name__
 
 
-# --- found ---------------------------------------------------------------------------------------------------------------
+# --- found ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("target", ["net.py", "net.py:Net", "./net.py", "net", "net:Net"])
@@ -25,7 +25,8 @@ def test_a_file_or_a_module_of_the_working_directory(target):
 def test_a_file_elsewhere(folder, write):
     write(
         "deep/down/other.py",
-        "import geartrain as gt\nclass Other(gt.Module): ...\nclass OtherData(gt.DataModule): ...\n",
+        "import geartrain as gt\nclass Other(gt.Module): ...\n"
+        "class OtherData(gt.DataModule): ...\n",
     )
     assert names(str(folder / "deep" / "down" / "other.py:Other")) == ("Other", "OtherData")
 
@@ -37,17 +38,18 @@ def test_a_module_of_a_package(folder, write, target):
     assert names(target) == ("Net", "Data")
 
 
-def test_a_file_imports_what_lies_beside_it(write):
+def test_a_file_imports_modules_beside_it(write):
     write("deep/sizes.py", "WIDTH = 5\n")
     write(
         "deep/wide.py",
-        "import geartrain as gt\nfrom sizes import WIDTH\nclass Wide(gt.Module):\n    width = WIDTH\n",
+        "import geartrain as gt\nfrom sizes import WIDTH\nclass Wide(gt.Module):\n"
+        "    width = WIDTH\n",
     )
     assert find_target("deep/wide.py")[0].width == 5
 
 
 def test_imported_classes_do_not_count(write):
-    """Otherwise nobody could build on a module that another file has."""
+    """A file may import a module to subclass it."""
     write("mine.py", "from net import Data, Net\nclass Mine(Net): ...\n")
     assert names("mine.py") == ("Mine", None)
 
@@ -57,10 +59,11 @@ def test_but_an_imported_class_can_be_named(write):
     assert names("mine.py:Net") == ("Net", None)
 
 
-def test_of_a_chain_of_subclasses_the_last_one_is_meant(write):
+def test_of_a_chain_of_subclasses_the_last_is_selected(write):
     write(
         "chain.py",
-        "from net import Data, Net\nclass A(Net): ...\nclass B(A): ...\nclass C(B): ...\nclass D1(Data): ...\nclass D2(D1): ...\n",
+        "from net import Data, Net\nclass A(Net): ...\nclass B(A): ...\nclass C(B): ...\n"
+        "class D1(Data): ...\nclass D2(D1): ...\n",
     )
     assert names("chain.py") == ("C", "D2")
     assert names("chain.py:A") == ("A", "D2")
@@ -78,7 +81,7 @@ def test_the_file_runs_once_and_not_as_a_script(write, capsys):
 
 
 def test_classes_of_the_file_can_be_pickled(write):
-    """DataLoader workers and spawned processes need it."""
+    """DataLoader workers and spawned processes need this."""
     import pickle
 
     write("mine.py", SUBCLASS.format("Mine"))
@@ -86,7 +89,7 @@ def test_classes_of_the_file_can_be_pickled(write):
     assert pickle.loads(pickle.dumps(model)) is model
 
 
-# --- not found -----------------------------------------------------------------------------------------------------------
+# --- not found ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -174,7 +177,7 @@ def test_a_syntax_error_shows_its_line(refused, write, target):
 
 
 def test_a_file_with_the_name_of_a_loaded_module(refused, write):
-    """Python would give the wrong one of the two."""
+    """``import`` would return the loaded module."""
     write("deep/net.py", SUBCLASS.format("Mine"))
     find_target("net.py")
     error = refused("fit deep/net.py")
@@ -190,7 +193,7 @@ def test_a_file_that_failed_leaves_nothing_behind(refused, write):
     assert "bad" not in sys.modules
 
 
-# --- what the target lacks -----------------------------------------------------------------------------------------------
+# --- incomplete targets ---------------------------------------------------------------------------
 
 BARE = """
 import geartrain as gt
@@ -219,7 +222,7 @@ class Bare(gt.Module):
         ),
     ],
 )
-def test_a_module_without_what_the_command_needs(refused, write, body, verb, words):
+def test_a_module_without_the_methods_the_command_needs(refused, write, body, verb, words):
     write("bare.py", BARE.format(body))
     error = refused(f"{verb} bare.py")
     assert all(word in error for word in words), error

@@ -1,4 +1,4 @@
-"""What cannot be meant: one message that says what to do, exit code 2, nothing started."""
+"""Wrong usage: one message with a fix, exit code 2, and nothing is started."""
 
 import pytest
 
@@ -136,7 +136,7 @@ def test_version(command):
     assert command("--version").out.split() == ["geartrain", geartrain.__version__]
 
 
-# --- one panel -----------------------------------------------------------------------------------------------------------
+# --- one panel ------------------------------------------------------------------------------------
 
 
 def test_traceback_shows_the_rest(command):
@@ -147,7 +147,7 @@ def test_traceback_shows_the_rest(command):
     assert "\ngeartrain fit: there is no strategy 'sngle'" in done.err
 
 
-def test_the_fix_is_a_line_of_its_own(refused):
+def test_the_fix_is_on_a_separate_line(refused):
     assert (
         refused("fit net.py --strategy ddp")
         == "geartrain fit: strategy 'ddp' is not installed.\nFix: pip install geartrain-ddp\n"

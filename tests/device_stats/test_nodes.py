@@ -126,7 +126,8 @@ def test_without_a_store_only_node_0_is_shown_and_it_says_so():
     logger = Logger()
     with pytest.warns(
         UserWarning,
-        match=r"Elsewhere has no store that every rank reaches, so only node 0's figures are logged",
+        match=r"Elsewhere has no store that every rank reaches, so only node 0's figures are "
+        r"logged",
     ):
         trainer(logger, FakeGpu(), strategy=Elsewhere(0), num_nodes=2).fit(Net(), [torch.ones(2)])
     assert logger.samples[0][2]["node0_gpu0_memory_used_mib"] == 1024.0

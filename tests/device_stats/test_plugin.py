@@ -29,7 +29,7 @@ def written(folder):
     return [line for line in lines if "process_rss_mib" in line]
 
 
-# --- the command line ----------------------------------------------------------------------------------------------------
+# --- the command line -----------------------------------------------------------------------------
 
 
 def test_chosen_by_name_its_figures_are_in_the_runs_folder(tmp_path):
@@ -57,12 +57,7 @@ def test_chosen_by_name_its_figures_are_in_the_runs_folder(tmp_path):
         "process_rss_mib"
         not in json.loads((tmp_path / "out" / "summary.json").read_text())["metrics"]
     )
-    assert (
-        done.err.count(
-            "cpu (geartrain[cpu]) reports no figures (it has no device_stats)"
-        )
-        == 1
-    )
+    assert done.err.count("cpu (geartrain[cpu]) reports no figures (it has no device_stats)") == 1
 
 
 @pytest.mark.parametrize("interval", ["0", "0.05", "-1"])
@@ -88,7 +83,7 @@ def test_an_interval_that_is_no_time_is_refused(interval):
         DeviceStats(interval)
 
 
-# --- what is logged, and when --------------------------------------------------------------------------------------------
+# --- what is logged, and when ---------------------------------------------------------------------
 
 
 def test_a_long_run_gets_a_sample_after_each_interval():
@@ -200,7 +195,7 @@ def test_without_a_logger_it_says_so_and_trying_out_does_not():
         trainer(FakeGpu(), fast_dev_run=True).fit(Net(), [torch.ones(2)])
 
 
-# --- it changes nothing else ---------------------------------------------------------------------------------------------
+# --- it changes nothing else ----------------------------------------------------------------------
 
 
 def test_training_sees_the_same_batches(tmp_path):
@@ -251,7 +246,7 @@ def test_forked_loader_workers_know_nothing_of_it():
     assert module.seen == [0.5, 2.5, 4.5, 6.5] * 3
 
 
-# --- the thread ends -----------------------------------------------------------------------------------------------------
+# --- the thread ends ------------------------------------------------------------------------------
 
 
 class Interrupted(Net):
@@ -325,7 +320,7 @@ def test_a_driver_that_hangs_is_waited_for_once_then_left_behind_and_named(monke
     sampling()[0].join(30)
 
 
-# --- a sampler that fails ------------------------------------------------------------------------------------------------
+# --- a sampler that fails -------------------------------------------------------------------------
 
 
 def test_the_first_error_is_said_once_with_its_plugin_and_ends_the_sampling():

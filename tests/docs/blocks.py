@@ -77,7 +77,7 @@ class Command:
     prints: list[str] = field(default_factory=list)
 
 
-# --- reading -------------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 def read_blocks(page: Path) -> list[Block]:
@@ -144,7 +144,7 @@ def not_run(block: Block) -> Iterator[tuple[str, str]]:
         )
 
 
-# --- comparing -----------------------------------------------------------------------------------------------------------
+# --- comparing ------------------------------------------------------------------------------------
 
 
 def check_output(expected: list[str], printed: str) -> None:
@@ -174,7 +174,7 @@ def _plain(line: str) -> str:
     return re.sub(r"([─━═])\1+", r"\1", re.sub(r"\s+", " ", line)).strip()
 
 
-# --- running -------------------------------------------------------------------------------------------------------------
+# --- running --------------------------------------------------------------------------------------
 
 
 def run_page(page: Path, folder: Path) -> None:
@@ -201,7 +201,8 @@ def _run(block: Block, module: types.ModuleType, printed: str | None) -> str | N
         return None
     if block.language not in LANGUAGES:
         raise Wrong(
-            f"a block of {block.language!r} is not run. Fix: one of {', '.join(filter(None, LANGUAGES))}"
+            f"a block of {block.language!r} is not run. Fix: one of "
+            f"{', '.join(filter(None, LANGUAGES))}"
         )
     if block.file is not None:
         _write(block)
@@ -250,7 +251,8 @@ def _console(block: Block) -> None:
     outputs = done.stdout.split(_NEXT)[1:]
     if done.returncode:
         raise Wrong(
-            f"$ {typed[len(outputs) - 1].typed}\nended with exit code {done.returncode}:\n{outputs[-1]}"
+            f"$ {typed[len(outputs) - 1].typed}\nended with exit code {done.returncode}:\n"
+            f"{outputs[-1]}"
         )
     for command, output in zip(typed, outputs, strict=True):
         try:

@@ -61,7 +61,7 @@ def test_every_name_stands_in_the_table_once(title):
     assert {row[1] for row in section(title)} <= KINDS
 
 
-# --- the trainer ---------------------------------------------------------------------------------------------------------
+# --- the trainer ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "kind"), cases("Trainer's arguments", "trainer"))
@@ -185,7 +185,7 @@ def test_weights_that_are_saved_as_the_page_says_are_read(tmp_path):
     assert torch.equal(other.layer.weight, model.layer.weight)
 
 
-# --- module, data, callbacks ---------------------------------------------------------------------------------------------
+# --- module, data, callbacks ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "kind"), cases("LightningModule", "module"))
@@ -243,7 +243,8 @@ def test_a_data_modules_method_that_is_never_called_is_refused_before_the_run():
     trainer = gt.Trainer(accelerator="cpu", devices=1, max_epochs=1, enable_progress_bar=False)
     with pytest.raises(
         gt.UsageError,
-        match=r"Data\.transfer_batch_to_device would never be called\. Use instead: the same method of the module",
+        match=r"Data\.transfer_batch_to_device would never be called\. Use instead: the same "
+        r"method of the module",
     ):
         trainer.fit(Net(), datamodule=Data())
 
@@ -263,7 +264,7 @@ def test_hook_of_a_callback(name, kind):
         assert name in adapter._methods or hasattr(adapter, name)
 
 
-# --- classes -------------------------------------------------------------------------------------------------------------
+# --- classes --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("title", ["Callbacks", "Loggers", "Strategies"])

@@ -39,7 +39,7 @@ def options():
     return (DOCS / "options.md").read_text(encoding="utf-8")
 
 
-# --- not stale -----------------------------------------------------------------------------------------------------------
+# --- not stale ------------------------------------------------------------------------------------
 
 
 def test_generated_pages_are_not_stale(reference):
@@ -81,7 +81,7 @@ def test_a_part_without_its_place_is_an_error(reference, options):
         reference.options_page(options.replace("<!-- generated: trainer -->", ""))
 
 
-# --- hooks.md ------------------------------------------------------------------------------------------------------------
+# --- hooks.md -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -125,7 +125,7 @@ def test_fields_keep_their_lines_together(reference):
     assert fields == {"Fired": "once, or twice.", "Returns": "`None`."}
 
 
-# --- options.md ----------------------------------------------------------------------------------------------------------
+# --- options.md -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("argument", ARGUMENTS)
@@ -134,7 +134,8 @@ def test_trainer_argument_is_in_the_table(argument, options):
         rf"^\| `{argument}` \| `--[^|]+` \| [^|]+ \| `[^|]+` \| (.+) \|$", options, re.M
     )
     assert row, (
-        f"docs/options.md has no row for {argument!r}. Fix: document it in Trainer's docstring, python docs/make_reference.py"
+        f"docs/options.md has no row for {argument!r}. Fix: document it in Trainer's docstring, "
+        "python docs/make_reference.py"
     )
 
 
@@ -178,7 +179,7 @@ def test_every_method_that_a_module_may_override_is_on_the_page(options):
     ] == []
 
 
-# --- write-a-plugin.md ---------------------------------------------------------------------------------------------------
+# --- write-a-plugin.md ----------------------------------------------------------------------------
 
 
 def test_every_refusal_in_the_table_is_one_that_core_makes():
@@ -195,7 +196,7 @@ def test_every_refusal_in_the_table_is_one_that_core_makes():
     ] == []
 
 
-# --- links ---------------------------------------------------------------------------------------------------------------
+# --- links ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def fenced(language, *lines):
     return "\n".join([f"```{language}", *lines, "```", ""])
 
 
-# --- pages that are right ------------------------------------------------------------------------------------------------
+# --- pages that are right -------------------------------------------------------------------------
 
 
 def test_blocks_share_a_namespace_and_a_folder(run, tmp_path):
@@ -74,7 +74,7 @@ def test_error_has_the_line_on_the_page(run):
         run("# Page\n\n" + fenced("python", "x = 0", "1 / x"))
 
 
-# --- output --------------------------------------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_width_of_a_table_does_not_count():
     )
 
 
-# --- pages that are wrong ------------------------------------------------------------------------------------------------
+# --- pages that are wrong -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_wrong_page_is_refused(text, why, run):
         run(text)
 
 
-# --- not run -------------------------------------------------------------------------------------------------------------
+# --- not run --------------------------------------------------------------------------------------
 
 
 def test_what_is_not_run_is_found_with_its_reason(run, tmp_path):

@@ -84,7 +84,7 @@ def test_shapes_are_told_apart(example, shapes, strategy):
         torch.testing.assert_close(chances.sum(dim=1), torch.ones(80))
 
 
-# --- what is read ---------------------------------------------------------------------------------------------------------
+# --- what is read ---------------------------------------------------------------------------------
 
 
 def test_a_fifth_of_each_class_is_held_out_and_the_same_each_time(pictures, shapes):
@@ -142,7 +142,7 @@ def test_grey_and_transparent_images_are_read(pictures, tmp_path):
     assert [images[i][0].shape for i in range(4)] == [(3, 8, 8)] * 4
 
 
-# --- what cannot work -----------------------------------------------------------------------------------------------------
+# --- what cannot work -----------------------------------------------------------------------------
 
 
 def folder(root, **classes):

@@ -55,7 +55,7 @@ def weights(folder):
     return torch.load(folder / "last.ckpt", weights_only=True)["model"]
 
 
-# --- listed and asked ----------------------------------------------------------------------------------------------------
+# --- listed and asked -----------------------------------------------------------------------------
 
 
 def test_listed_without_being_asked(geartrain):
@@ -83,14 +83,15 @@ def test_probe_asks_it(geartrain, env, state, reason):
 
 def test_asking_does_not_make_the_device(site, tmp_path):
     code = (
-        "import torch, geartrain as gt; t = gt.Trainer(); assert t.plan.accelerator.name == 'toy', t.plan.accelerator; "
+        "import torch, geartrain as gt; t = gt.Trainer(); assert t.plan.accelerator.name == "
+        "'toy', t.plan.accelerator; "
         "assert not hasattr(torch, 'toy')"
     )
     done = site.run(site.python, "-c", code, cwd=tmp_path, **LOADED)
     assert done.returncode == 0, done.stderr
 
 
-# --- chosen --------------------------------------------------------------------------------------------------------------
+# --- chosen ---------------------------------------------------------------------------------------
 
 
 @needs_a_python_backend
@@ -174,7 +175,7 @@ def test_its_options(trained, geartrain):
     assert "accelerator.loud" in done.stderr
 
 
-# --- refused -------------------------------------------------------------------------------------------------------------
+# --- refused --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

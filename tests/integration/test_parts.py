@@ -19,7 +19,7 @@ def on_stall(epochs):
 """
 
 
-# --- a precision ---------------------------------------------------------------------------------------------------------
+# --- a precision ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_a_wrong_name_of_a_precision_lists_it(refused):
     assert "even" in refused("--precision", "evn")
 
 
-# --- a command -----------------------------------------------------------------------------------------------------------
+# --- a command ------------------------------------------------------------------------------------
 
 
 def test_a_command_is_listed_with_the_summary_of_its_distribution(geartrain):
@@ -71,7 +71,7 @@ def test_a_command_runs(fit, geartrain):
     assert (done.returncode, done.stdout) == (0, "done\n")
 
 
-# --- hookspecs -----------------------------------------------------------------------------------------------------------
+# --- hookspecs ------------------------------------------------------------------------------------
 
 
 def test_a_package_of_hookspecs_lets_a_plugin_implement_them(fit, tmp_path):

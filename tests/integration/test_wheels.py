@@ -28,7 +28,7 @@ def listed(done):
     return {(row["distribution"], row["name"]): row for row in json.loads(done.stdout)}
 
 
-# --- listed --------------------------------------------------------------------------------------------------------------
+# --- listed ---------------------------------------------------------------------------------------
 
 
 def test_every_installed_plugin_is_listed_with_its_distribution(geartrain):
@@ -95,7 +95,7 @@ def test_listing_works_where_there_is_no_torch(site, tmp_path):
     )
 
 
-# --- chosen --------------------------------------------------------------------------------------------------------------
+# --- chosen ---------------------------------------------------------------------------------------
 
 
 def test_strategy_does_its_work(fit):
@@ -134,7 +134,8 @@ def test_observer_watches_core_s_own_strategy_too(fit):
 
 def test_config_file_chooses_them_too(fit, tmp_path):
     (tmp_path / "polite.yaml").write_text(
-        "strategy: {name: polite, scale: 0.25}\nplugins: [gradient_norm]\ngradient_norm:\n  norm_type: 1\n"
+        "strategy: {name: polite, scale: 0.25}\nplugins: [gradient_norm]\ngradient_norm:\n"
+        "  norm_type: 1\n"
     )
     run = fit("--config", "polite.yaml")
     assert run.weights == [1.5, 2.0]
@@ -203,7 +204,7 @@ def reduce_gradients():
     assert row.index("polite") < row.index("outer, gradient_norm")
 
 
-# --- refused -------------------------------------------------------------------------------------------------------------
+# --- refused --------------------------------------------------------------------------------------
 
 
 #: What is chosen -> words of its error.
@@ -271,7 +272,7 @@ def test_strategy_of_one_process_does_not_train_alone_on_several_devices(geartra
     assert "Traceback" not in done.stderr
 
 
-# --- not chosen ----------------------------------------------------------------------------------------------------------
+# --- not chosen -----------------------------------------------------------------------------------
 
 
 def test_what_is_not_chosen_changes_nothing(fit):

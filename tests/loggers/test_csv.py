@@ -50,7 +50,7 @@ def open_files():
     )
 
 
-# --- what is in it -------------------------------------------------------------------------------------------------------
+# --- what is in it --------------------------------------------------------------------------------
 
 
 def test_columns_that_come_later_stand_last_and_are_empty_before(tmp_path):
@@ -126,7 +126,7 @@ def test_a_line_is_there_as_soon_as_it_is_logged(tmp_path):
     assert net.found == (0, 1, 2)
 
 
-# --- several runs --------------------------------------------------------------------------------------------------------
+# --- several runs ---------------------------------------------------------------------------------
 
 
 def test_a_second_fit_and_a_test_go_on_in_it(tmp_path):
@@ -171,7 +171,7 @@ def test_a_trial_writes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# --- ranks ---------------------------------------------------------------------------------------------------------------
+# --- ranks ----------------------------------------------------------------------------------------
 
 
 def test_only_rank_0_writes(tmp_path):
@@ -201,7 +201,7 @@ def test_two_ranks_write_once(tmp_path):
     assert [int(line["step"]) for line in lines] == [2, 3, 4, 6] * 2
 
 
-# --- new columns ---------------------------------------------------------------------------------------------------------
+# --- new columns ----------------------------------------------------------------------------------
 
 
 def test_each_new_name_is_a_column_of_the_one_table(tmp_path):
@@ -241,7 +241,7 @@ def test_no_row_is_lost_when_a_column_cannot_be_added(tmp_path, monkeypatch):
     ]
 
 
-# --- when it cannot be written -------------------------------------------------------------------------------------------
+# --- when it cannot be written --------------------------------------------------------------------
 
 FULL = f"""
     import resource, sys, warnings

@@ -75,7 +75,7 @@ def history(uri, run, name):
         close(client)
 
 
-# --- what is in it -------------------------------------------------------------------------------------------------------
+# --- what is in it --------------------------------------------------------------------------------
 
 
 def test_a_run_has_params_metrics_with_their_steps_tags_and_its_status(uri, tmp_path):
@@ -301,7 +301,7 @@ def test_two_ranks_write_once(uri, tmp_path):
     assert run.data.params["plan.processes"] == "2"
 
 
-# --- what is refused, and a server that is gone --------------------------------------------------------------------------
+# --- what is refused, and a server that is gone ---------------------------------------------------
 
 
 @pytest.mark.parametrize(

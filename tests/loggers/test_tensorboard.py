@@ -86,7 +86,7 @@ def sessions(folder):
     }
 
 
-# --- what is in it -------------------------------------------------------------------------------------------------------
+# --- what is in it --------------------------------------------------------------------------------
 
 
 def test_scalars_have_their_steps_and_evaluations_that_at_which_they_were_taken(tmp_path):
@@ -149,7 +149,7 @@ def test_a_run_that_fails_is_shown_as_failed_with_what_it_logged(tmp_path, error
     assert (metrics, found) == ({"loss": 2.0}, status)
 
 
-# --- graph ---------------------------------------------------------------------------------------------------------------
+# --- graph ----------------------------------------------------------------------------------------
 
 
 class Noisy(Net):
@@ -190,14 +190,15 @@ def test_without_a_graph_there_is_a_warning_and_everything_else(tmp_path, net, w
         net.example_input_array = torch.zeros(1, 3)
     with pytest.warns(
         UserWarning,
-        match=rf"geartrain-tensorboard\[tensorboard\]: no graph was written of {type(net).__name__}: .*{why}",
+        match=r"geartrain-tensorboard\[tensorboard\]: no graph was written of "
+        rf"{type(net).__name__}: .*{why}",
     ):
         fit(TensorBoard(graph=True), output=tmp_path, net=net)
     assert scalars(tmp_path / "tensorboard")["val_loss"] == [(6, 106.0), (12, 112.0)]
     assert capsys.readouterr().out == ""
 
 
-# --- several runs --------------------------------------------------------------------------------------------------------
+# --- several runs ---------------------------------------------------------------------------------
 
 
 def test_a_second_fit_of_the_same_object_has_a_folder_of_its_own(tmp_path):
@@ -251,7 +252,7 @@ def test_two_ranks_write_once(tmp_path):
     assert scalars(folder)["val_loss"] == [(3, 103.0), (6, 106.0)]
 
 
-# --- when it cannot be written -------------------------------------------------------------------------------------------
+# --- when it cannot be written --------------------------------------------------------------------
 
 
 def train_on_a_full_disk():

@@ -173,7 +173,8 @@ def test_without_the_distribution_the_error_ends_in_the_install_line(monkeypatch
     monkeypatch.setattr("geartrain.metrics.objects._declared", tuple)
     with pytest.raises(
         TrainingError,
-        match=r"'mse'\): MeanSquaredError is an object of torchmetrics. Fix: pip install geartrain-torchmet",
+        match=r"'mse'\): MeanSquaredError is an object of torchmetrics. Fix: pip install "
+        r"geartrain-torchmet",
     ):
         trainer().validate(Measured(), loader())
 
@@ -187,6 +188,7 @@ def test_without_the_distribution_an_object_that_is_never_logged_gives_a_warning
 
     with pytest.warns(
         UserWarning,
-        match=r"^Unlogged.mse is an object of torchmetrics.*Fix: pip install geartrain-torchmetrics",
+        match=r"^Unlogged.mse is an object of torchmetrics.*Fix: pip install "
+        r"geartrain-torchmetrics",
     ):
         trainer().validate(Unlogged(), loader())

@@ -156,7 +156,8 @@ OUT_OF_MEMORY = [
     MemoryError(),
     OSError(12, "Cannot allocate memory"),
     RuntimeError(
-        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes."
+        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate "
+        "memory: you tried to allocate 4 bytes."
     ),
     RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 4 bytes."),
     RuntimeError("CUDA error: out of memory"),

@@ -96,7 +96,8 @@ def test_trainer_options_reach_the_finder(facts):
 def test_a_config_file_of_a_run_is_taken_and_one_of_tune_by_fit(facts, command, write, folder):
     write(
         "run.yaml",
-        "max_epochs: 1\nplugins: [csv]\ncsv: {path: metrics.csv}\ndata: {samples: 256, batch_size: 64}\nmin_lr: 0.001\n",
+        "max_epochs: 1\nplugins: [csv]\ncsv: {path: metrics.csv}\n"
+        "data: {samples: 256, batch_size: 64}\nmin_lr: 0.001\n",
     )
     found = facts("tune lr net.py --config run.yaml --accelerator cpu --num-training 20")
     assert found["lrs"][0] == pytest.approx(1e-3)
@@ -113,10 +114,7 @@ def test_a_config_file_of_a_run_is_taken_and_one_of_tune_by_fit(facts, command, 
 def test_a_plugin_that_watches_is_named(command):
     done = command(f"{LR} --plugin csv --csv.path metrics.csv")
     assert done.code == 0
-    assert (
-        "plugins that watch a run are left out: geartrain-csv[csv]"
-        in done.err
-    )
+    assert "plugins that watch a run are left out: geartrain-csv[csv]" in done.err
 
 
 def test_weights_to_start_from(facts, command):
@@ -132,8 +130,10 @@ def test_weights_to_start_from(facts, command):
 def test_a_module_without_a_learning_rate_to_set_is_told_where(command, write):
     write(
         "fixed.py",
-        "import torch\nfrom net import Data as D, Net\nclass Fixed(Net):\n    def __init__(self):\n        super().__init__()\n"
-        "        del self.lr\n    def configure_optimizers(self):\n        return torch.optim.SGD(self.parameters(), lr=0.1)\n"
+        "import torch\nfrom net import Data as D, Net\nclass Fixed(Net):\n"
+        "    def __init__(self):\n        super().__init__()\n"
+        "        del self.lr\n    def configure_optimizers(self):\n"
+        "        return torch.optim.SGD(self.parameters(), lr=0.1)\n"
         "    def train_dataloader(self): return D(64, 256).train_dataloader()\n",
     )
     done = command("tune lr fixed.py --accelerator cpu --min-lr 1e-4 --num-training 30 --seed 1")
@@ -144,7 +144,8 @@ def test_a_module_without_a_learning_rate_to_set_is_told_where(command, write):
 def test_nothing_found_is_a_failure(command, write, folder):
     write(
         "flat.py",
-        "from net import *\nclass Flat(Net):\n    def training_step(self, b, i): return self.layers[0].weight.sum() * 0 + 1\n",
+        "from net import *\nclass Flat(Net):\n"
+        "    def training_step(self, b, i): return self.layers[0].weight.sum() * 0 + 1\n",
     )
     write(
         "flat.py",
@@ -157,7 +158,7 @@ def test_nothing_found_is_a_failure(command, write, folder):
     assert json.loads(done.out[done.out.index("{") :])["suggestion"] is None
 
 
-# --- batch-size ----------------------------------------------------------------------------------------------------------
+# --- batch-size -----------------------------------------------------------------------------------
 
 SMALL = """
 import torch
@@ -208,8 +209,10 @@ def test_batch_size_of_the_module(command, write):
     write(
         "own.py",
         "from torch.utils.data import DataLoader\nfrom net import Data as D, Net\nclass Own(Net):\n"
-        "    def __init__(self, size: int = 2):\n        super().__init__()\n        self.size = size\n"
-        "    def train_dataloader(self): return DataLoader(D(1, 24).samples, batch_size=self.size)\n",
+        "    def __init__(self, size: int = 2):\n        super().__init__()\n"
+        "        self.size = size\n"
+        "    def train_dataloader(self): return DataLoader(D(1, 24).samples, "
+        "batch_size=self.size)\n",
     )
     done = command(
         "tune batch-size own.py --accelerator cpu --batch-arg-name size --steps-per-trial 1"
@@ -225,7 +228,7 @@ def test_no_batch_size_runs(command, write):
     assert "no batch size runs: 1 ran out of memory too (no room)" in done.err
 
 
-# --- usage ---------------------------------------------------------------------------------------------------------------
+# --- usage ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

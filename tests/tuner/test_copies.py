@@ -151,7 +151,7 @@ def test_weights_without_a_shape_keep_none():
     assert isinstance(module.layers[0].weight, nn.UninitializedParameter)
 
 
-# --- what cannot be copied -----------------------------------------------------------------------------------------------
+# --- what cannot be copied ------------------------------------------------------------------------
 
 
 class NotCopied:
@@ -257,7 +257,7 @@ def test_a_module_and_its_data_module_are_copied_together():
     assert module.data is data
 
 
-# --- a finder is no run --------------------------------------------------------------------------------------------------
+# --- a finder is no run ---------------------------------------------------------------------------
 
 
 def test_plugins_that_watch_are_left_out_and_named(capsys, tmp_path):

@@ -117,8 +117,8 @@ def test_a_fall_beyond_the_lowest_loss_is_doubted():
     found = LRFinder("linear", lrs, diverges)
     assert found.suggestion() > 30
     assert (
-        "the loss was lowest at 30, and only beyond it, where training diverges, fell faster. Fix: max_lr=30"
-        in found.doubt()
+        "the loss was lowest at 30, and only beyond it, where training diverges, fell faster. "
+        "Fix: max_lr=30" in found.doubt()
     )
 
 
@@ -297,7 +297,7 @@ def test_plot_is_not_flattened_by_a_loss_that_diverges():
     assert LRFinder("linear").plot() == "nothing to draw"
 
 
-# --- where it goes -------------------------------------------------------------------------------------------------------
+# --- where it goes --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["lr", "learning_rate", "base"])
@@ -337,13 +337,14 @@ def test_without_a_suggestion_nothing_is_set():
     module = Quadratic(0.0)
     with pytest.warns(
         UserWarning,
-        match=r"Quadratic\.lr is unchanged, because no learning rate is suggested: the loss fell nowhere",
+        match=r"Quadratic\.lr is unchanged, because no learning rate is suggested: the loss fell "
+        r"nowhere",
     ):
         Tuner(trainer()).lr_find(module, loader(), num_training=20)
     assert module.lr == 0.1
 
 
-# --- refusals ------------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 LR_REFUSALS = [

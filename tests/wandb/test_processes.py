@@ -19,7 +19,7 @@ from .server import serving
 DOWNHILL = str(Path(__file__).parents[1] / "integration" / "downhill.py")
 
 
-# --- the command line ----------------------------------------------------------------------------------------------------
+# --- the command line -----------------------------------------------------------------------------
 
 
 def test_chosen_by_name(tmp_path):
@@ -46,7 +46,7 @@ def test_explain_starts_nothing(tmp_path):
     assert not list(tmp_path.rglob("core-debug*"))
 
 
-# --- logging in ----------------------------------------------------------------------------------------------------------
+# --- logging in -----------------------------------------------------------------------------------
 
 
 def test_without_a_key_nothing_starts_and_nobody_is_asked(tmp_path):
@@ -172,7 +172,7 @@ sys.exit(main())
     assert not (tmp_path / "out").exists()
 
 
-# --- processes -----------------------------------------------------------------------------------------------------------
+# --- processes ------------------------------------------------------------------------------------
 
 
 def test_after_the_run_wandb_has_no_process_left(tmp_path):

@@ -30,7 +30,7 @@ def plain(rows):
     ]
 
 
-# --- metrics -------------------------------------------------------------------------------------------------------------
+# --- metrics --------------------------------------------------------------------------------------
 
 
 def test_every_metric_is_kept_with_its_step(tmp_path):
@@ -93,7 +93,7 @@ def test_an_evaluation_is_a_run_of_its_own(tmp_path):
     assert tested.rows == [{"trainer/global_step": 8, "epoch": 2, "tested": 1}]
 
 
-# --- what else is told ---------------------------------------------------------------------------------------------------
+# --- what else is told ----------------------------------------------------------------------------
 
 
 def test_the_configuration_holds_hyperparameters_and_the_plan(tmp_path):
@@ -155,7 +155,7 @@ def test_figures_of_the_system_come_by_themselves(tmp_path):
     assert {"cpu", "memory_percent", "proc.memory.rssMB"} <= run.stats
 
 
-# --- where ---------------------------------------------------------------------------------------------------------------
+# --- where ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_nothing_is_written(tmp_path, monkeypatch, how):
     assert not services()
 
 
-# --- checkpoints ---------------------------------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
 
 
 def test_each_checkpoint_is_an_artifact(tmp_path):
@@ -253,7 +253,7 @@ def test_checkpoints_that_nobody_saves_are_missed():
         trainer(offline(checkpoints=True)).fit(Net(), loader())
 
 
-# --- how it ends ---------------------------------------------------------------------------------------------------------
+# --- how it ends ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_a_dead_service_stops_nothing_and_the_next_run_has_its_own(tmp_path):
     assert run.exit_code == 0
 
 
-# --- options -------------------------------------------------------------------------------------------------------------
+# --- options --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

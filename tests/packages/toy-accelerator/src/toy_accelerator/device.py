@@ -51,7 +51,8 @@ class ToyTensor(torch.Tensor):
             t.ndim and not isinstance(t, cls) for t in tensors
         ):
             raise RuntimeError(
-                f"{operator}: expected all tensors to be on the same device, but found toy:0 and cpu"
+                f"{operator}: expected all tensors to be on the same device, but found toy:0 and "
+                "cpu"
             )
         cls.operators += 1
         if "device" in kwargs:
@@ -74,7 +75,7 @@ def copied_to(device, tensor, kwargs):
     return ToyTensor(copy) if device.type == "toy" else copy
 
 
-# --- operators that no tensor on toy takes part in, so that __torch_dispatch__ is not asked --------------------------------
+# --- operators that no tensor on toy takes part in, so that __torch_dispatch__ is not asked -------
 
 library = torch.library.Library("aten", "IMPL")  # what is registered lives as long as this object
 
