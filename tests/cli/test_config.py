@@ -43,8 +43,12 @@ def test_strategy_with_options(fit, write, text):
 
 
 def test_keys_inside_an_option_are_the_user_s(fit, write):
-    write("mine.py", "from net import Data as D, Net\nclass Mine(Net):\n    def __init__(self, sizes: dict[str, int]):\n"
-          "        super().__init__()\n        print(sizes)\nclass Data(D): ...\n")  # fmt: skip
+    write(
+        "mine.py",
+        "from net import Data as D, Net\nclass Mine(Net):\n"
+        "    def __init__(self, sizes: dict[str, int]):\n"
+        "        super().__init__()\n        print(sizes)\nclass Data(D): ...\n",
+    )
     write("conf.yaml", "model:\n  sizes: {first-layer: 3}\n")
     assert "{'first-layer': 3}" in fit("--config conf.yaml", target="mine.py")
 

@@ -193,7 +193,10 @@ FAILING = {
     "__init__": "    def __init__(self, lr: float = 0.1): 1 / 0\n",
     "configure_optimizers": "    def configure_optimizers(self): 1 / 0\n",
 }
-MINE = "from net import Data as Base, Net\nclass Mine(Net):\n{0}    pass\nclass Data(Base):\n    pass\n{1}"
+MINE = (
+    "from net import Data as Base, Net\nclass Mine(Net):\n{0}    pass\n"
+    "class Data(Base):\n    pass\n{1}"
+)
 
 
 @pytest.mark.parametrize("where", FAILING)

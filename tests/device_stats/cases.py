@@ -1,4 +1,4 @@
-"""Trainings that last until something was seen, and figures of GPUs that are not here."""
+"""Trainings that run until a condition is true, and values of simulated GPUs."""
 
 import threading
 import time
@@ -21,7 +21,7 @@ CPU = {
 
 
 class Net(gt.Module):
-    """One weight, which every batch moves by its own mean."""
+    """A model with one weight; every batch changes it by its mean."""
 
     def __init__(self):
         super().__init__()
@@ -48,7 +48,7 @@ class Net(gt.Module):
 
 
 class Until:
-    """Batches until ``done()`` holds; fails after a deadline."""
+    """Yield batches until ``done()`` is true; raise after a deadline."""
 
     def __init__(self, done):
         self.done = done
@@ -62,13 +62,13 @@ class Until:
 
 
 class Logger:
-    """Keeps the figures that it is given: ``(stage, step, figures)``, and which thread gave them."""
+    """A logger that keeps ``(stage, step, figures)`` and the calling threads."""
 
     def __init__(self):
         self.samples, self.threads = [], set()
 
     def count(self, n, stage=None):
-        """``n`` samples have come (in this stage)."""
+        """True if ``n`` samples have arrived (in this stage)."""
         return lambda: sum(stage in (None, of) for of, _, _ in self.samples) >= n
 
     @hookimpl
@@ -79,7 +79,7 @@ class Logger:
 
 
 class FakeGpu:
-    """What an accelerator with one GPU reports."""
+    """Return the values of an accelerator with one GPU."""
 
     def __init__(self, **figures):
         self.figures = figures or {"gpu0_utilization_percent": 87, "gpu0_memory_used_mib": 1024.0}
@@ -93,7 +93,7 @@ class FakeGpu:
 
 
 class Chip(FakeGpu):
-    """An accelerator that has figures."""
+    """An accelerator that reports values."""
 
     priority = -1
 
@@ -107,7 +107,7 @@ class Chip(FakeGpu):
 
 
 def trainer(*plugins, interval=0.1, **options):
-    """One epoch on the CPU with the installed plugin; nothing is drawn."""
+    """Return a trainer: one epoch on the CPU with the installed plugin, no progress bar."""
     given = {
         "accelerator": "cpu",
         "enable_progress_bar": False,
@@ -123,5 +123,5 @@ def trainer(*plugins, interval=0.1, **options):
 
 
 def sampling():
-    """Threads of the plugin that are alive in this process."""
+    """Return the plugin's live threads in this process."""
     return [thread for thread in threading.enumerate() if thread.name == "device_stats"]

@@ -1,4 +1,4 @@
-"""No test leaves a sampling thread behind."""
+"""Check that no test leaves a sampling thread behind."""
 
 import pytest
 

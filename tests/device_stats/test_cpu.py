@@ -1,4 +1,4 @@
-"""The CPU's figures, and those that cannot be read."""
+"""The CPU's values, and values that cannot be read."""
 
 import os
 import threading
@@ -14,7 +14,7 @@ from .cases import CPU
 
 @pytest.fixture
 def figures(monkeypatch):
-    """All of them, however short the time since the first look."""
+    """Return all values, however short the time since the first call."""
     monkeypatch.setattr(cpu, "SHORTEST", 0.0)
     return lambda: Cpu().figures()
 
@@ -63,7 +63,7 @@ def test_another_thread_gets_no_utilisation(figures, monkeypatch):
         (psutil, "virtual_memory", denied, {"memory_used_percent", "memory_available_mib"}),
     ],
 )
-def test_what_cannot_be_read_is_left_out(figures, monkeypatch, whose, name, error, lost):
+def test_unreadable_values_are_left_out(figures, monkeypatch, whose, name, error, lost):
     before = set(figures())
     monkeypatch.setattr(whose, name, error)
     assert set(figures()) == before - lost

@@ -54,7 +54,7 @@ def node(server, rank, count=3):
     return end
 
 
-def test_rank_0_has_the_newest_figures_of_every_node_that_gave_any(server):
+def test_rank_0_gets_the_newest_values_of_every_node(server):
     first, third = node(server, 0), node(server, 2)
     assert first.exchange({"a": 1.0}) == {"node0_a": 1.0}
     for value in (2.0, 3.0):
@@ -62,8 +62,8 @@ def test_rank_0_has_the_newest_figures_of_every_node_that_gave_any(server):
     assert first.exchange({"a": 4.0}) == {"node0_a": 4.0, "node2_a": 3.0}
 
 
-def test_nobody_waits_for_a_connection_that_another_waits_on(server):
-    """A process group that waits for a rank holds its connection to the store meanwhile."""
+def test_no_node_waits_for_a_connection_that_another_client_blocks(server):
+    """A process group that waits for a rank blocks its connection to the store meanwhile."""
     client = TCPStore(
         server.host, server.port, None, False, timeout=timedelta(seconds=30), wait_for_workers=False
     )
@@ -77,7 +77,7 @@ def test_nobody_waits_for_a_connection_that_another_waits_on(server):
     waiting.join(30)
 
 
-def test_a_store_that_has_gone_is_an_error():
+def test_a_store_that_no_longer_exists_is_an_error():
     server = TCPStore(
         "127.0.0.1", 0, None, True, timeout=timedelta(seconds=10), wait_for_workers=False
     )
@@ -106,7 +106,7 @@ def test_two_nodes_are_in_rank_0s_log(tmp_path):
 
 
 class Elsewhere(Pretend):
-    """A strategy whose launcher made the processes, with no store: this one is alone on its node."""
+    """A strategy of another launcher, without a store; this process is alone on its node."""
 
     planned = gt.Layout(None, 1)
 
@@ -122,7 +122,7 @@ class Elsewhere(Pretend):
         return values[None]
 
 
-def test_without_a_store_only_node_0_is_shown_and_it_says_so():
+def test_without_a_store_only_node_0_is_logged_with_a_warning():
     logger = Logger()
     with pytest.warns(
         UserWarning,

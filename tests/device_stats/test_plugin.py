@@ -1,4 +1,4 @@
-"""What a user of ``--plugin device_stats`` sees."""
+"""The plugin ``device_stats`` as users run it."""
 
 import json
 import pickle
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def written(folder):
-    """The lines of metrics.jsonl that hold figures."""
+    """Return the lines of metrics.jsonl that have device values."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "process_rss_mib" in line]
 
@@ -45,9 +45,8 @@ def test_chosen_by_name_its_figures_are_in_the_runs_folder(tmp_path):
         "out",
     )
     assert done.end == "0", done.err
-    (line,) = written(
-        tmp_path / "out"
-    )  # four steps last less than the interval: one sample, at the end of the first epoch
+    # Four steps are shorter than the interval: one sample, at the end of the first epoch.
+    (line,) = written(tmp_path / "out")
     assert (line["step"], line["epoch"], line["stage"]) == (4, 0, "train")
     assert line["memory_available_mib"] > 0
     assert "process_rss_mib" not in done.printed, (
@@ -61,7 +60,7 @@ def test_chosen_by_name_its_figures_are_in_the_runs_folder(tmp_path):
 
 
 @pytest.mark.parametrize("interval", ["0", "0.05", "-1"])
-def test_an_interval_that_cannot_be_is_refused_before_anything_starts(tmp_path, interval):
+def test_a_wrong_interval_is_refused_before_anything_starts(tmp_path, interval):
     arguments = [
         "--plugin",
         "device_stats",
@@ -78,12 +77,12 @@ def test_an_interval_that_cannot_be_is_refused_before_anything_starts(tmp_path, 
 
 
 @pytest.mark.parametrize("interval", ["5", None, True, [1], 0, float("nan"), float("inf")])
-def test_an_interval_that_is_no_time_is_refused(interval):
+def test_an_interval_that_is_not_a_time_is_refused(interval):
     with pytest.raises(gt.UsageError, match=r"device_stats\].*interval.*Fix"):
         DeviceStats(interval)
 
 
-# --- what is logged, and when ---------------------------------------------------------------------
+# --- logged samples -------------------------------------------------------------------------------
 
 
 def test_a_long_run_gets_a_sample_after_each_interval():
@@ -102,11 +101,9 @@ def test_a_long_run_gets_a_sample_after_each_interval():
     assert {"load_1m", *logger.samples[0][2]} >= CPU
     steps = [step for _, step, _ in logger.samples]
     assert steps == sorted(set(steps))
-    assert steps[1] - steps[0] > 1, "between two samples lies an interval"
-    assert logger.threads == {threading.current_thread()}, (
-        "loggers are called by the thread that trains"
-    )
-    assert gpu.threads == {"device_stats"}, "accelerators are asked by a thread of its own"
+    assert steps[1] - steps[0] > 1, "an interval lies between two samples"
+    assert logger.threads == {threading.current_thread()}, "the training thread calls the loggers"
+    assert gpu.threads == {"device_stats"}, "the plugin's thread calls the accelerators"
     assert set(one.callback_metrics) == {"loss"}
     assert set(one.logged_metrics) == {"loss"}
 
@@ -114,7 +111,7 @@ def test_a_long_run_gets_a_sample_after_each_interval():
 def test_the_process_is_seen_to_work():
     logger = Logger()
 
-    def is_seen():  # on a machine with much else to do, not in every interval
+    def is_seen():  # on a busy machine not in every interval
         return {"process_cpu_percent", "cpu_utilization_percent"} <= {
             name
             for _, _, figures in logger.samples
@@ -165,14 +162,14 @@ def test_the_sanity_check_logs_nothing():
     assert "sanity_check" not in {stage for stage, _, _ in logger.samples}
 
 
-def test_the_accelerators_own_figures_are_there_and_nothing_is_said(recwarn):
+def test_an_accelerators_values_are_logged_without_a_warning(recwarn):
     logger = Logger()
     trainer(logger, accelerator=Chip()).fit(Net(), [torch.ones(2)])
     assert logger.samples[0][2]["gpu0_utilization_percent"] == 87.0
     assert not [str(w.message) for w in recwarn if "device_stats" in str(w.message)]
 
 
-def test_an_accelerator_that_gives_none_is_named_once():
+def test_an_accelerator_without_values_is_named_once():
     class Silent(Chip):
         @hookimpl
         def device_stats(self):
@@ -187,7 +184,7 @@ def test_an_accelerator_that_gives_none_is_named_once():
     assert logger.samples[0][2].keys() <= CPU
 
 
-def test_without_a_logger_it_says_so_and_trying_out_does_not():
+def test_without_a_logger_it_warns_except_with_fast_dev_run():
     with pytest.warns(UserWarning, match=r"no logger is selected.*Fix: --output DIR"):
         trainer(FakeGpu()).fit(Net(), [torch.ones(2)])
     with warnings.catch_warnings():
@@ -195,7 +192,7 @@ def test_without_a_logger_it_says_so_and_trying_out_does_not():
         trainer(FakeGpu(), fast_dev_run=True).fit(Net(), [torch.ones(2)])
 
 
-# --- it changes nothing else ----------------------------------------------------------------------
+# --- no other effects -----------------------------------------------------------------------------
 
 
 def test_training_sees_the_same_batches(tmp_path):
@@ -207,7 +204,7 @@ def test_training_sees_the_same_batches(tmp_path):
     trainer(Logger(), FakeGpu(), **options).fit(with_it, endless())
     gt.Trainer(accelerator="cpu", enable_progress_bar=False, **options).fit(without, endless())
     assert with_it.seen == without.seen
-    assert len(set(with_it.seen)) == 6, "a generator of the user's own goes on in the next epoch"
+    assert len(set(with_it.seen)) == 6, "the user's generator continues in the next epoch"
     assert torch.equal(with_it.w, without.w)
 
 
@@ -218,7 +215,7 @@ def test_a_prefetching_iterator_is_closed_at_the_end_of_the_epoch():
 
         @hookimpl
         def device_batches(self, loader):
-            self.kept = self.batches(loader)  # whoever keeps it must close it: nothing else would
+            self.kept = self.batches(loader)  # the strategy keeps the iterator, so it must close it
             return self.kept
 
         def batches(self, loader):
@@ -236,7 +233,7 @@ def test_a_prefetching_iterator_is_closed_at_the_end_of_the_epoch():
     trainer(Logger(), prefetching, max_steps=2).fit(Net(), [torch.ones(2)] * 9)
 
 
-def test_forked_loader_workers_know_nothing_of_it():
+def test_forked_loader_workers_have_no_sampling_thread():
     logger = Logger()
     data = DataLoader(
         torch.arange(8.0), batch_size=2, num_workers=2, multiprocessing_context="fork"
@@ -264,7 +261,7 @@ class Interrupted(Net):
     [ValueError("mine"), KeyboardInterrupt(), SystemExit(3)],
     ids=lambda error: type(error).__name__,
 )
-def test_the_thread_has_gone_after_an_error(error):
+def test_the_thread_has_ended_after_an_error(error):
     with pytest.raises(type(error)) as raised:
         trainer(Logger(), FakeGpu(), interval=1000).fit(Interrupted(error), [torch.ones(2)])
     assert raised.value is error
@@ -272,7 +269,7 @@ def test_the_thread_has_gone_after_an_error(error):
 
 
 @pytest.mark.parametrize("event", ["on_run_start", "on_exception"])
-def test_the_thread_has_gone_where_another_plugin_fails(event):
+def test_the_thread_has_ended_after_another_plugins_error(event):
     class Failing:
         @hookimpl(specname=event)
         def fails(self):
@@ -290,7 +287,7 @@ def test_the_thread_has_gone_where_another_plugin_fails(event):
         assert not sampling()
 
 
-def test_one_object_serves_a_second_fit_and_travels_before_and_after():
+def test_one_object_works_in_a_second_fit_and_can_be_pickled():
     plugin, logger = pickle.loads(pickle.dumps(DeviceStats(1000))), Logger()
     one = gt.Trainer(
         plugins=[plugin, logger], accelerator="cpu", enable_progress_bar=False, max_epochs=1
@@ -302,8 +299,8 @@ def test_one_object_serves_a_second_fit_and_travels_before_and_after():
         assert pickle.loads(pickle.dumps(plugin)).interval == 1000.0
 
 
-@pytest.mark.timeout(30)  # to wait in each of its sixty epochs would take a minute
-def test_a_driver_that_hangs_is_waited_for_once_then_left_behind_and_named(monkeypatch):
+@pytest.mark.timeout(30)  # waiting in each of the sixty epochs would take a minute
+def test_a_hanging_driver_delays_the_run_once_and_is_named(monkeypatch):
     monkeypatch.setattr(monitor, "PATIENCE", 1.0)
     goes_on = threading.Event()
 
@@ -323,7 +320,7 @@ def test_a_driver_that_hangs_is_waited_for_once_then_left_behind_and_named(monke
 # --- a sampler that fails -------------------------------------------------------------------------
 
 
-def test_the_first_error_is_said_once_with_its_plugin_and_ends_the_sampling():
+def test_the_first_error_ends_the_sampling_with_one_warning():
     class Broken(FakeGpu):
         @hookimpl
         def device_stats(self, run):
@@ -343,7 +340,7 @@ def test_the_first_error_is_said_once_with_its_plugin_and_ends_the_sampling():
 
 
 @pytest.mark.timeout(30)
-def test_an_error_at_the_first_sample_of_a_short_run_is_said_at_once(monkeypatch):
+def test_an_error_at_the_first_sample_of_a_short_run_is_reported(monkeypatch):
     monkeypatch.setattr(monitor, "PATIENCE", 1000.0)
 
     class Broken:
@@ -367,7 +364,7 @@ class OtherGpu(FakeGpu):
         (OtherGpu(gpu1_power_watt="12 W"), "gives gpu1_power_watt='12 W', which is not a number"),
     ],
 )
-def test_figures_that_cannot_be_right_name_who_may_have_given_them(second, problem):
+def test_wrong_values_name_the_plugins_that_may_have_given_them(second, problem):
     logger = Logger()
     with pytest.warns(UserWarning, match="no more samples") as said:
         trainer(logger, FakeGpu(), second).fit(Net(), [torch.ones(2)])

@@ -1,4 +1,4 @@
-"""Several processes on one node: one of them samples."""
+"""Several processes on one node: only one of them samples."""
 
 from several_ranks import results
 
@@ -10,7 +10,7 @@ from .cases import FakeGpu, Logger, Net, Until, sampling, trainer
 
 
 class Who:
-    """Notes how many threads sample in each step."""
+    """Record the number of sampling threads in each step."""
 
     def __init__(self):
         self.sampling = set()
@@ -27,7 +27,7 @@ def train_on_a_rank():
     return who.sampling, gpu.asked, logger.samples
 
 
-def test_of_two_ranks_the_first_samples(tmp_path):
+def test_only_the_first_of_two_ranks_samples(tmp_path):
     (threads, asked, samples), other = results(tmp_path, train_on_a_rank)
     assert threads == {1}
     assert asked >= len(samples) >= 3
@@ -35,7 +35,7 @@ def test_of_two_ranks_the_first_samples(tmp_path):
     assert other == ({0}, 0, [])
 
 
-def test_an_object_goes_to_spawned_ranks_and_serves_a_second_fit(tmp_path):
+def test_an_object_works_on_spawned_ranks_and_in_a_second_fit(tmp_path):
     one = spawning(plugins=[DeviceStats(1000)], output=str(tmp_path / "out"))
     module = SpawnedNet()
     for fits in (1, 2):

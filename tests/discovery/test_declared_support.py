@@ -1,4 +1,4 @@
-"""What the distributions declare to support is what `tox -e torch-oldest` installs."""
+"""The oldest versions that the packages declare are those of `tox -e torch-oldest`."""
 
 import re
 from pathlib import Path

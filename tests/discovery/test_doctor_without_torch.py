@@ -1,4 +1,4 @@
-"""`geartrain doctor` where torch is not installed: the tox environment `discovery`."""
+"""`geartrain doctor` without torch: the tox environment `discovery`."""
 
 import json
 import os
@@ -16,7 +16,7 @@ DOCTOR = (
     os.environ.get("GEARTRAIN_TEST_WITHOUT_TORCH") != "1",
     reason="needs an environment without torch: tox run -e discovery",
 )
-def test_it_says_that_torch_is_missing_and_makes_the_other_checks():
+def test_doctor_reports_missing_torch_and_makes_the_other_checks():
     done = subprocess.run(
         [sys.executable, "-c", DOCTOR, "--json"], capture_output=True, text=True, timeout=60
     )

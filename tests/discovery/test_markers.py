@@ -1,4 +1,4 @@
-"""tests/README.md has the rule of each marker."""
+"""tests/README.md explains each marker."""
 
 import tomllib
 from pathlib import Path
@@ -13,7 +13,7 @@ MARKERS = [line for line in MARKERS if not line.endswith(": becomes one of those
 
 
 @pytest.mark.parametrize("marker", MARKERS, ids=lambda marker: marker.partition(":")[0])
-def test_rule_stands_in_the_readme(marker):
+def test_the_readme_explains_each_marker(marker):
     name, _, rule = marker.partition(": ")
     assert f"- `{name}`: {rule}" in (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
 

@@ -1,4 +1,7 @@
-"""The registry and `geartrain plugins` need no torch. The tox environment `discovery` has none; elsewhere it must stay unimported."""
+"""The registry and `geartrain plugins` never import torch.
+
+The tox environment `discovery` has no torch.
+"""
 
 import importlib.util
 import json
@@ -75,7 +78,7 @@ def test_an_unknown_name_is_answered_without_torch():
 
 
 @without_torch
-def test_training_without_torch_says_what_is_missing(tmp_path):
+def test_training_without_torch_reports_that_torch_is_missing(tmp_path):
     result = command("fit", "model.py")
     assert result.returncode == 2
     assert "torch is not installed" in result.stderr

@@ -1,4 +1,4 @@
-"""What the loggers' tests train, and how they look for what is left open."""
+"""The training of the loggers' tests, and a list of open files."""
 
 import os
 import threading
@@ -12,7 +12,7 @@ import geartrain as gt
 
 
 class Net(gt.Module):
-    """A regression on three numbers; it logs ``values`` beside its losses, and fails with ``error`` at step 3."""
+    """A regression on three numbers. It also logs ``values``, and raises ``error`` at step 3."""
 
     def __init__(self, lr=0.1, widths=(3, 1), bias=True, note="a", loss=nn.functional.mse_loss):
         super().__init__()
@@ -55,7 +55,7 @@ def trainer(*plugins, **options):
 
 
 def fit(*plugins, values=None, error=None, val=True, net=None, **options):
-    """Train a new ``Net`` for two epochs, with validation; returns the trainer."""
+    """Train a new ``Net`` for two epochs with validation; return the trainer."""
     one, net = trainer(*plugins, **options), net or Net()
     net.values, net.error = values or {}, error
     one.fit(net, loader(), loader() if val else None)
@@ -63,13 +63,13 @@ def fit(*plugins, values=None, error=None, val=True, net=None, **options):
 
 
 def open_files():
-    """Paths of the files that this process has open."""
+    """Return the paths of the files that this process has open."""
     folder = Path("/proc/self/fd")
     paths = []
     for link in folder.iterdir() if folder.exists() else ():
         try:
             paths.append(os.readlink(link))
-        except FileNotFoundError:  # the listing's own
+        except FileNotFoundError:  # the descriptor of this listing
             continue
     return paths
 

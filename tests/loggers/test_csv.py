@@ -1,4 +1,4 @@
-"""The plugin ``csv``: a table that stays one, whatever is logged when, and that is never begun over."""
+"""The plugin ``csv``: the file always is a complete table and is never overwritten."""
 
 import csv
 import math
@@ -19,12 +19,12 @@ from geartrain_csv.logger import CSVLogger, Table
 from geartrain_testing.launching import launched
 
 OWN = ["step", "epoch", "stage"]
-#: Where programs find this file and small_models.
+#: The folders of this file and of small_models, for programs.
 PATHS = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "shared")]
 
 
 def read(path):
-    """Its lines by column; every line has as many cells as the header."""
+    """Return the table's columns; every line has as many cells as the header."""
     with open(path, encoding="utf-8", newline="") as file:
         header, *lines = csv.reader(file)
     assert all(len(line) == len(header) for line in lines)
@@ -50,7 +50,7 @@ def open_files():
     )
 
 
-# --- what is in it --------------------------------------------------------------------------------
+# --- content --------------------------------------------------------------------------------------
 
 
 def test_columns_that_come_later_stand_last_and_are_empty_before(tmp_path):
@@ -68,14 +68,12 @@ def test_columns_that_come_later_stand_last_and_are_empty_before(tmp_path):
     assert [bool(line["val_loss"]) for line in lines] == [
         line["stage"] == "validate" for line in lines
     ]
-    assert {float(line["loss"]) for line in lines if line["loss"]} == {
-        1 / 3
-    }  # as exact as they were
+    assert {float(line["loss"]) for line in lines if line["loss"]} == {1 / 3}  # the exact values
     assert [path.name for path in tmp_path.glob("*csv*")] == ["metrics.csv"]
     assert not any("metrics.csv" in name for name in open_files())
 
 
-def test_what_is_no_number_is_read_back(tmp_path):
+def test_nan_and_infinity_are_read_back(tmp_path):
     values = {"nan": math.nan, "inf": math.inf, "minus": -math.inf}
     fit(logs(**values), output=tmp_path, plugins="csv")
     (line,) = read(tmp_path / "metrics.csv")
@@ -106,7 +104,7 @@ def test_a_header_of_several_lines_is_replaced_whole(tmp_path):
     ]
 
 
-def test_a_line_is_there_as_soon_as_it_is_logged(tmp_path):
+def test_a_line_is_written_as_soon_as_it_is_logged(tmp_path):
     class Looks(Logs):
         found = ()
 
@@ -129,7 +127,7 @@ def test_a_line_is_there_as_soon_as_it_is_logged(tmp_path):
 # --- several runs ---------------------------------------------------------------------------------
 
 
-def test_a_second_fit_and_a_test_go_on_in_it(tmp_path):
+def test_a_second_fit_and_a_test_append_to_it(tmp_path):
     one, net = trainer(output=tmp_path, plugins="csv"), Logs()
     for _ in range(2):
         one.fit(net, loader(), loader())
@@ -139,7 +137,7 @@ def test_a_second_fit_and_a_test_go_on_in_it(tmp_path):
     assert list(lines[0]) == [*OWN, "val_loss", "loss", "test_loss"]
 
 
-def test_what_is_there_is_never_overwritten(tmp_path):
+def test_an_existing_file_is_never_overwritten(tmp_path):
     (tmp_path / "metrics.csv").write_text("mine")
     for options in (
         {"output": tmp_path, "plugins": "csv"},
@@ -188,7 +186,9 @@ def test_two_ranks_write_once(tmp_path):
     import sys
     sys.path[:0] = {PATHS!r}
     from loggers.test_csv import *
-    one = trainer(strategy="ddp", devices=2, output="run", plugins="csv", log_every_n_steps=2, max_epochs=2)
+    one = trainer(
+        strategy="ddp", devices=2, output="run", plugins="csv", log_every_n_steps=2, max_epochs=2
+    )
     net = Logs()
     one.fit(net, loader())
     one.fit(net, loader())
@@ -262,14 +262,15 @@ FULL = f"""
         one = trainer(plugins=[CSVLogger("m.csv")], log_every_n_steps=1, max_epochs=5)
         one.fit(net, loader())
     assert one.global_step == 30
-    print(*(f"{{warning.message}}" for warning in caught if "csv" in str(warning.message)), sep="\\n")
+    messages = [str(warning.message) for warning in caught]
+    print(*(message for message in messages if "csv" in message), sep="\\n")
 """
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no limit of a file's size")
 @pytest.mark.parametrize("late", [False, True])
 def test_a_full_disk_leaves_a_right_table_and_one_warning(tmp_path, late):
-    """A real limit on the size of files, in a process of its own; ``late``: it is met when the table is written anew."""
+    """In a process with a limit on file sizes; ``late``: it is reached in a copy of the table."""
     (tmp_path / "train.py").write_text(textwrap.dedent(FULL).replace("LATE", str(late)))
     done = subprocess.run(
         [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100
@@ -283,7 +284,7 @@ def test_a_full_disk_leaves_a_right_table_and_one_warning(tmp_path, late):
     assert [path.name for path in tmp_path.glob("*m.csv*")] == ["m.csv"]
 
 
-def test_a_file_in_the_folder_s_place_is_one_warning(tmp_path):
+def test_a_file_in_place_of_the_folder_is_one_warning(tmp_path):
     (tmp_path / "folder").write_text("mine")
     with pytest.warns(UserWarning, match=r"geartrain-csv\[csv\]: on_run_start raised") as caught:
         one = fit(

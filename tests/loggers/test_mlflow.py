@@ -1,4 +1,4 @@
-"""The plugin ``mlflow``: what MLflow's own client reads back from a real store, and a server that is not there."""
+"""The plugin ``mlflow``: records read back by MLflow's client, and servers that do not answer."""
 
 import contextlib
 import json
@@ -23,18 +23,17 @@ from .cases import Net, fit, loader, open_files, trainer
 
 @pytest.fixture(scope="module")
 def empty(tmp_path_factory):
-    """A database with MLflow's tables, which take seconds to make."""
+    """Create a database with MLflow's tables, once, because this takes seconds."""
     path = tmp_path_factory.mktemp("empty") / "test.db"
-    with contextlib.chdir(
-        path.parent
-    ):  # where the database is made, its default experiment keeps artifacts
+    # The default experiment keeps its artifacts in the working folder.
+    with contextlib.chdir(path.parent):
         close(MlflowClient(f"sqlite:///{path}"))
     return path
 
 
 @pytest.fixture(autouse=True)
 def uri(tmp_path, monkeypatch, empty):
-    """A database of the test's own; at the end nothing is open."""
+    """A copy of the database for one test; at the end no file is open."""
     for name in (
         "MLFLOW_TRACKING_URI",
         "MLFLOW_EXPERIMENT_NAME",
@@ -55,7 +54,7 @@ def close(client):
 
 
 def runs(uri, experiment="Default"):
-    """The experiment's runs, oldest first."""
+    """Return the experiment's runs, oldest first."""
     client = MlflowClient(uri)
     try:
         found = client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
@@ -75,7 +74,7 @@ def history(uri, run, name):
         close(client)
 
 
-# --- what is in it --------------------------------------------------------------------------------
+# --- content --------------------------------------------------------------------------------------
 
 
 def test_a_run_has_params_metrics_with_their_steps_tags_and_its_status(uri, tmp_path):
@@ -124,7 +123,7 @@ def test_without_a_uri_it_is_mlflows_database_in_the_working_folder(tmp_path):
     assert len(runs(f"sqlite:///{tmp_path}/mlflow.db")) == 1
 
 
-def test_a_folder_is_written_where_mlflow_allows_it(tmp_path, monkeypatch):
+def test_a_folder_is_written_if_mlflow_allows_it(tmp_path, monkeypatch):
     uri = (tmp_path / "store").as_uri()
     with pytest.raises(
         UsageError,
@@ -137,12 +136,11 @@ def test_a_folder_is_written_where_mlflow_allows_it(tmp_path, monkeypatch):
     assert (run.info.status, run.data.metrics["loss"]) == ("FINISHED", 6.0)
 
 
-def test_more_metrics_than_one_call_takes_and_what_is_no_number(uri, monkeypatch):
+def test_more_metrics_than_one_call_takes_and_nan_and_infinity(uri, monkeypatch):
     log_batch, sizes = MlflowClient.log_batch, []
 
-    def count(
-        *args, metrics=(), **options
-    ):  # a database takes any number, and one metric twice; a server does not
+    # A database accepts any number of metrics and duplicates; a server does not.
+    def count(*args, metrics=(), **options):
         sizes.append(len(metrics))
         log_batch(*args, metrics=metrics, **options)
 
@@ -159,7 +157,7 @@ def test_more_metrics_than_one_call_takes_and_what_is_no_number(uri, monkeypatch
     assert {name: found[name] for name in values} == values
     assert math.isnan(found["nan"])
     assert (max(sizes), sum(sizes)) == (1000, 2100 + len(("nan", "inf", "loss", "val_loss")))
-    assert found["inf"] > 1e308  # MLflow's databases keep the largest number in its place
+    assert found["inf"] > 1e308  # MLflow's databases store the largest number instead
 
 
 def test_names_that_mlflow_refuses_are_mapped(uri):
@@ -192,7 +190,7 @@ def test_names_that_mlflow_refuses_are_mapped(uri):
     }
 
 
-def test_a_name_is_always_called_the_same():
+def test_a_name_always_has_the_same_spelling():
     names = Names()
     assert [names[name] for name in ("a:b", "a b", "a?b", "a:b", "a?b")] == [
         "a_b",
@@ -234,7 +232,7 @@ def test_a_checkpoint_that_was_deleted_before_it_was_sent_is_left_out(
     sent = MlflowClient.log_artifact
 
     def late(self, run_id, file, *arguments):
-        if "step=6" in file:  # a server that takes its time, until a better one has taken its place
+        if "step=6" in file:  # a slow server: a better checkpoint has replaced this one
             assert replaced.wait(30)
         sent(self, run_id, file, *arguments)
 
@@ -259,7 +257,7 @@ def test_a_checkpoint_that_was_deleted_before_it_was_sent_is_left_out(
     ("error", "status"),
     [(ValueError("oh"), "FAILED"), (KeyboardInterrupt(), "KILLED"), (SystemExit(143), "KILLED")],
 )
-def test_a_run_that_ends_early_keeps_what_it_logged_and_says_how(uri, error, status):
+def test_a_run_that_ends_early_keeps_its_metrics_and_its_status(uri, error, status):
     with pytest.raises(type(error)):
         fit(MLflow(tracking_uri=uri), error=error)
     (run,) = runs(uri)
@@ -301,7 +299,7 @@ def test_two_ranks_write_once(uri, tmp_path):
     assert run.data.params["plan.processes"] == "2"
 
 
-# --- what is refused, and a server that is gone ---------------------------------------------------
+# --- refused options, and servers that do not answer ----------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -315,7 +313,7 @@ def test_two_ranks_write_once(uri, tmp_path):
         {"patience": True},
     ],
 )
-def test_options_that_cannot_be_are_refused(option):
+def test_wrong_options_are_refused_by_mlflow(option):
     with pytest.raises(UsageError, match=rf"geartrain-mlflow\[mlflow\]: {next(iter(option))}="):
         MLflow(**option)
 
@@ -331,7 +329,7 @@ def ours(caught):
 def test_a_server_that_refuses_is_one_warning(monkeypatch):
     """A closed port, with MLflow's own retries turned off."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    with socket.socket() as bound:  # never listens, so it refuses, and nobody else gets it
+    with socket.socket() as bound:  # never listens, so connections to its port are refused
         bound.bind(("127.0.0.1", 0))
         with pytest.warns(UserWarning, match=r"geartrain-mlflow\[mlflow\]") as caught:
             one = fit(MLflow(tracking_uri=f"http://127.0.0.1:{bound.getsockname()[1]}"))
@@ -341,8 +339,8 @@ def test_a_server_that_refuses_is_one_warning(monkeypatch):
     assert "127.0.0.1" in warning
 
 
-def test_a_server_that_never_answers_holds_the_end_up_no_longer_than_patience(monkeypatch):
-    """One that accepts and stays silent. MLflow would wait two minutes, and then try again."""
+def test_a_silent_server_delays_the_end_at_most_by_patience(monkeypatch):
+    """The server accepts and never answers. MLflow would wait two minutes, and then retry."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
@@ -352,7 +350,7 @@ def test_a_server_that_never_answers_holds_the_end_up_no_longer_than_patience(mo
                 MLflow(tracking_uri=f"http://127.0.0.1:{silent.getsockname()[1]}", patience=0.5)
             )
         (left,) = [thread for thread in threading.enumerate() if thread.name == "mlflow"]
-    # The listening socket is closed: the connection that waited in it is reset, and the thread that was left behind ends.
+    # Closing the listening socket resets the waiting connection, which ends the thread.
     left.join(60)
     assert one.global_step == 12
     (warning,) = ours(caught)
@@ -367,7 +365,7 @@ def test_a_database_that_cannot_be_opened_is_one_warning(tmp_path):
     assert len(ours(caught)) == 1
 
 
-def test_a_run_that_goes_well_warns_of_nothing(uri, tmp_path):
+def test_a_successful_run_gives_no_warning(uri, tmp_path):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(MLflow(tracking_uri=uri), output=tmp_path / "run")

@@ -1,4 +1,4 @@
-"""The plugin ``tensorboard``: what TensorBoard itself reads in the files."""
+"""The plugin ``tensorboard``: its files, read by TensorBoard."""
 
 import json
 import threading
@@ -51,7 +51,7 @@ def scalars(folder):
 
 
 def sessions(folder):
-    """Each run in TensorBoard's table HPARAMS: ``(hyperparameters, metrics, status)`` by its name, as its own backend makes it."""
+    """Return ``{name: (hyperparameters, metrics, status)}`` of TensorBoard's HPARAMS table."""
     runs = plugin_event_multiplexer.EventMultiplexer().AddRunsFromDirectory(str(folder))
     runs.Reload()
     provider = data_provider.MultiplexerDataProvider(runs, str(folder))
@@ -86,10 +86,10 @@ def sessions(folder):
     }
 
 
-# --- what is in it --------------------------------------------------------------------------------
+# --- content --------------------------------------------------------------------------------------
 
 
-def test_scalars_have_their_steps_and_evaluations_that_at_which_they_were_taken(tmp_path):
+def test_scalars_and_evaluations_have_the_step_of_their_logging(tmp_path):
     one = fit("tensorboard", output=tmp_path)
     one.test(Net(), loader())
     assert scalars(tmp_path / "tensorboard") == {
@@ -99,7 +99,7 @@ def test_scalars_have_their_steps_and_evaluations_that_at_which_they_were_taken(
     }
 
 
-def test_what_is_no_number_is_kept(tmp_path):
+def test_nan_and_infinity_are_kept(tmp_path):
     fit(
         "tensorboard",
         output=tmp_path,
@@ -125,7 +125,7 @@ def test_hyperparameters_are_in_tensorboards_table_with_the_newest_metrics(tmp_p
         "bias": "false",
         "note": "a",
     }
-    assert set(found) == {"a/tensorboard", "b/tensorboard"}  # no folder of its own for them
+    assert set(found) == {"a/tensorboard", "b/tensorboard"}  # no other folder for them
 
 
 def test_the_plan_is_a_text(tmp_path):
@@ -142,7 +142,7 @@ def test_the_plan_is_a_text(tmp_path):
     ("error", "status"),
     [(ValueError("oh"), "STATUS_FAILURE"), (KeyboardInterrupt(), "STATUS_FAILURE")],
 )
-def test_a_run_that_fails_is_shown_as_failed_with_what_it_logged(tmp_path, error, status):
+def test_a_failed_run_is_shown_as_failed_with_its_metrics(tmp_path, error, status):
     with pytest.raises(type(error)):
         fit("tensorboard", output=tmp_path / "a", error=error)
     ((_, metrics, found),) = sessions(tmp_path).values()
@@ -163,7 +163,7 @@ def test_graph_is_written_on_request_and_changes_nothing(tmp_path):
     with_graph.load_state_dict(plain.state_dict())
     with_graph.example_input_array = torch.zeros(2, 3)
     for name, net in (("plain", plain), ("graph", with_graph)):
-        net.layers[0].eval()  # frozen; it must stay so
+        net.layers[0].eval()  # a frozen layer must stay in eval mode
         with pytest.warns(UserWarning, match="eval mode"):
             fit(TensorBoard(graph=name == "graph"), output=tmp_path / name, net=net, seed=1)
         assert [part.training for part in net.modules()] == [True, True, False, True]
@@ -172,7 +172,7 @@ def test_graph_is_written_on_request_and_changes_nothing(tmp_path):
     assert any("Linear" in node.name for node in graph.node)
     assert all(
         torch.equal(a, b) for a, b in zip(plain.parameters(), with_graph.parameters(), strict=True)
-    )  # the random numbers too
+    )  # also the random numbers
 
 
 class Untraceable(Net):
@@ -185,7 +185,7 @@ class Untraceable(Net):
 @pytest.mark.parametrize(
     ("net", "why"), [(Net(), "no example_input_array"), (Untraceable(), "not on zeros")]
 )
-def test_without_a_graph_there_is_a_warning_and_everything_else(tmp_path, net, why, capsys):
+def test_without_a_graph_the_rest_is_written_with_a_warning(tmp_path, net, why, capsys):
     if isinstance(net, Untraceable):
         net.example_input_array = torch.zeros(1, 3)
     with pytest.warns(
@@ -201,7 +201,7 @@ def test_without_a_graph_there_is_a_warning_and_everything_else(tmp_path, net, w
 # --- several runs ---------------------------------------------------------------------------------
 
 
-def test_a_second_fit_of_the_same_object_has_a_folder_of_its_own(tmp_path):
+def test_a_second_fit_of_the_same_object_has_another_folder(tmp_path):
     folder, net = tmp_path / "tb", Net()
     one = trainer(TensorBoard(str(folder)), max_epochs=1)
     for _ in range(3):
@@ -223,14 +223,14 @@ def test_no_place_to_write_is_refused():
         fit("tensorboard")
 
 
-def test_a_file_is_no_folder(tmp_path):
+def test_a_file_as_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(UsageError, match=r"geartrain-tensorboard\[tensorboard\].*is not a folder"):
         fit(TensorBoard(str(tmp_path / "file")))
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), True, "1"])
-def test_flush_seconds_that_are_none(seconds):
+def test_wrong_flush_seconds_are_refused(seconds):
     with pytest.raises(UsageError, match=r"geartrain-tensorboard\[tensorboard\]: flush_seconds"):
         TensorBoard(flush_seconds=seconds)
 
@@ -256,7 +256,7 @@ def test_two_ranks_write_once(tmp_path):
 
 
 def train_on_a_full_disk():
-    """A real limit on the size of files."""
+    """Set a limit on the size of files."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[1]))
     with warnings.catch_warnings(record=True) as caught:

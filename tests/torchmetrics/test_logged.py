@@ -1,4 +1,4 @@
-"""torchmetrics objects in ``self.log``: forward's value on a step, compute's at the end of the epoch, then reset."""
+"""torchmetrics objects in ``self.log``: values by step and by epoch, and the reset."""
 
 import copy
 import pickle
@@ -15,7 +15,7 @@ from geartrain_torchmetrics.objects import find_metrics, temporary_copies
 
 
 class Measured(EvalNet):
-    """Logs metrics of its validation, and one of its training by step and by epoch."""
+    """A module that logs metrics of validation, and one of training by step and by epoch."""
 
     def __init__(self, **options):
         super().__init__()
@@ -48,7 +48,7 @@ def test_the_epochs_value_is_that_of_all_samples_at_once():
         )
 
 
-def test_each_epoch_begins_anew_and_a_step_has_its_own_value():
+def test_each_epoch_starts_from_scratch_and_a_step_has_its_own_value():
     lines = Loggers()
     one = fit(Measured(), log_every_n_steps=1, max_epochs=2, plugins=[lines])
     assert [metrics["total_step"] for _, metrics in lines.lines if "total_step" in metrics] == [
@@ -66,7 +66,7 @@ def test_each_epoch_begins_anew_and_a_step_has_its_own_value():
     assert one.callback_metrics["total"] == 15.0
 
 
-def test_one_that_is_logged_by_steps_alone_begins_anew_too():
+def test_a_metric_logged_only_by_steps_is_also_reset():
     class Net(Measured):
         def training_step(self, batch, batch_idx):
             self.total(1.0)
@@ -93,7 +93,7 @@ class Collected(EvalNet):
 
 def test_a_collection_logs_each_of_its_metrics():
     net, one = Collected(), trainer()
-    for n in (24, 9):  # the second one begins anew
+    for n in (24, 9):  # the second starts from scratch
         one.validate(net, loader(n, 5))
         x, y = (torch.cat(parts) for parts in zip(*loader(n, 5), strict=True))
         expected = copy.deepcopy(net.scores)
@@ -117,7 +117,7 @@ def test_the_module_pickles_before_and_after():
     assert pickle.loads(pickle.dumps(net)).mse.update_count == 0
 
 
-def test_copies_stand_in_wherever_a_module_has_a_metric():
+def test_copies_replace_every_metric_of_a_module():
     net = Collected()
     net.inner, net.again = torch.nn.ModuleList([MeanMetric()]), net.scores
     own, member, mean = net.scores, net.scores["BinaryAccuracy"], net.inner[0]
@@ -148,7 +148,7 @@ def test_copies_stand_in_wherever_a_module_has_a_metric():
         (lambda self: self.log("x", self.several), r"shape \[2\], not one number"),
     ],
 )
-def test_what_cannot_be_logged(log, words):
+def test_unsupported_values_are_refused(log, words):
     class Wrong(EvalNet):
         def __init__(self):
             super().__init__()

@@ -1,4 +1,4 @@
-"""torchmetrics objects and reductions of the user's own over two ranks with unequal shards, and with a rank that has no sample."""
+"""torchmetrics objects and custom reductions on two ranks: unequal shards, and an empty rank."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torchmetrics.regression import MeanSquaredError, SpearmanCorrCoef  # noqa: 
 
 
 class Pairs(torchmetrics.Metric):
-    """Keeps whole numbers, two a sample: of neither the type nor the shape that a rank without samples would bring."""
+    """Keep two whole numbers per sample; a rank without samples has another type and shape."""
 
     def __init__(self):
         super().__init__()
@@ -87,7 +87,7 @@ def test_every_sample_counts_once_on_every_rank(n):
 
 
 class Reads(Measured):
-    """Reads the metrics before they are reported, and computes one that is logged."""
+    """A module that reads the metrics before they are reported, and computes a logged one."""
 
     def on_validation_epoch_end(self):
         self.read = {name: value.item() for name, value in self.trainer.callback_metrics.items()}

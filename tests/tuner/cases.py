@@ -1,4 +1,4 @@
-"""Modules, data and finders that the tests of the finders share."""
+"""Modules, data and trainers for the tests of the finders."""
 
 import random
 
@@ -13,7 +13,7 @@ from geartrain.tuning import Tuner
 
 
 def find(module, train=None, options=None, **arguments):
-    """A curve without a suggestion being set, over 30 steps unless said otherwise."""
+    """Return a curve over 30 steps by default, without setting the suggestion."""
     given = {"num_training": 30, "update_attr": False, **arguments}
     return Tuner(trainer(**(options or {}))).lr_find(
         module, loader() if train is None else train, **given
@@ -21,7 +21,7 @@ def find(module, train=None, options=None, **arguments):
 
 
 class Quadratic(gt.Module):
-    """L/2 x², whose minimum gradient descent finds below a learning rate of 2/L and leaves above it."""
+    """L/2 x². Gradient descent converges if the learning rate is below 2/L, otherwise diverges."""
 
     def __init__(self, curvature=4.0, lr=0.1, offset=0.0):
         super().__init__()
@@ -40,7 +40,7 @@ class Quadratic(gt.Module):
 
 
 class Watch:
-    """Keeps the learning rates of all groups in each step; it only wraps."""
+    """A plugin that only wraps; it records the learning rates of all groups in each step."""
 
     def __init__(self):
         self.lrs = []
@@ -52,7 +52,7 @@ class Watch:
 
 
 class Never(Net):
-    """One that must not be set up: what is wrong is said before."""
+    """A module that must not be set up: the error is raised before."""
 
     lr = 0.1
 
@@ -69,7 +69,7 @@ class Data(gt.DataModule):
 
 
 class Room(Net):
-    """One that has room for so many samples."""
+    """A module with memory for a limited number of samples."""
 
     def __init__(self, room=100, error=MemoryError):
         super().__init__()
@@ -88,7 +88,7 @@ def scale(module, data=None, options=None, **arguments):
 
 
 class Keeps(Net):
-    """A module with everything that a run may change."""
+    """A module with all kinds of state that a run may change."""
 
     def __init__(self, stepped=True):
         super().__init__()
@@ -100,7 +100,7 @@ class Keeps(Net):
         self.random = random.Random(4)
         self.seen, self.table, self.best = [1], {"a": [torch.zeros(2)]}, torch.zeros(2)
         self.optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
-        if stepped:  # so that it has a state
+        if stepped:  # so that the optimizer has state
             for parameter in self.parameters():
                 parameter.grad = torch.ones_like(parameter)
             self.optimizer.step()
@@ -131,7 +131,7 @@ class Keeps(Net):
 
 
 def snapshot(thing):
-    """Everything in a module, as plain values that can be compared."""
+    """Return the whole state of a module as plain values that can be compared."""
     if isinstance(thing, torch.Tensor):
         gradient = None if thing.grad is None else thing.grad.tolist()
         return (

@@ -1,4 +1,4 @@
-"""What the tests of ``geartrain tune`` use of the command line."""
+"""Fixtures of the command line for the tests of ``geartrain tune``."""
 
 from command_line import command, folder, installed, refused, write
 

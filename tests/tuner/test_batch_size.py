@@ -1,4 +1,4 @@
-"""The batch-size finder: what it finds, with memory that really runs out too."""
+"""The batch-size finder: its results, also when the process really runs out of memory."""
 
 import gc
 import os
@@ -58,14 +58,14 @@ def test_search(mode, arguments, expected, tried, reason):
 
 
 @pytest.mark.parametrize("mode", ["power", "binsearch"])
-def test_search_ends_at_all_the_data(mode):
+def test_the_search_ends_at_the_size_of_the_data(mode):
     found, sizes, tuner = scale(Room(10**6), Data(n=37), mode=mode)
     assert (found, sizes) == (37, [2, 4, 8, 16, 32, 37])
     assert tuner.reason == "the data has only 37 samples"
     assert scale(Room(10**6), Data(n=37), mode=mode, init_val=50)[0] == 37
 
 
-def test_a_loader_without_length_ends_where_a_batch_is_not_full():
+def test_without_a_length_the_search_ends_at_a_batch_that_is_not_full():
     class Streams(Room):
         batch_size = 4
 
@@ -122,7 +122,7 @@ def test_each_trial_is_so_many_steps_and_leaves_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_errors_come_as_they_are():
+def test_other_errors_are_raised_unchanged():
     module, data = Room(error=KeyError), Data()
     before = snapshot(module)
     with pytest.raises(KeyError, match="no room for 128"):
@@ -191,7 +191,7 @@ def test_another_error(error):
 
 
 def test_memory_that_really_runs_out():
-    """256 MiB of address space more than torch takes, in a process of its own, and samples that need one or more each."""
+    """In a process limited to 256 MiB more than torch needs; a sample takes 1 MiB or more."""
     program = """
         import resource, sys
         import torch
@@ -224,9 +224,10 @@ def test_memory_that_really_runs_out():
             tuner = Tuner(gt.Trainer(**options))
             found[mode] = tuner.scale_batch_size(module, mode=mode, init_val=16, steps_per_trial=2)
             assert module.batch_size == found[mode]
-            assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+            after = module.state_dict()
+            assert all(torch.equal(value, before[name]) for name, value in after.items())
             assert any("allocate memory" in trial.error for trial in tuner.trials), tuner.trials
-            gt.Trainer(**options).fit(module)  # what was found does run, after all that failed
+            gt.Trainer(**options).fit(module)  # the result runs after all failures
             del before
         module.batch_size = 2 * found["binsearch"]
         try:
@@ -239,7 +240,7 @@ def test_memory_that_really_runs_out():
     """
     if sys.platform != "linux":
         pytest.skip("needs RLIMIT_AS and /proc")
-    # What glibc keeps for itself when it is freed would count as taken, and differ from trial to trial.
+    # Freed memory that glibc keeps would count as used, and differ from trial to trial.
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -250,13 +251,13 @@ def test_memory_that_really_runs_out():
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
     power, binsearch = map(int, done.stdout.split())
-    # A sample takes 1 MiB in the output, and once or twice as much again in backward.
+    # A sample takes 1 MiB in the output, and 1 to 2 MiB more in backward.
     assert power & (power - 1) == 0
     assert 8 <= power <= binsearch < 2 * power
     assert binsearch < 256
 
 
-def test_where_the_batch_size_is():
+def test_the_batch_size_is_found_in_data_module_and_module():
     class Both(Room):
         def __init__(self, batch_size=3):
             super().__init__()
@@ -298,7 +299,7 @@ def test_where_the_batch_size_is():
     assert scale(Room(), data, batch_arg_name="size")[0] == data.hparams.size == 64
 
 
-def test_a_batch_size_that_nobody_reads():
+def test_a_batch_size_that_the_loader_ignores_is_refused():
     class Fixed(Data):
         def train_dataloader(self):
             return DataLoader(samples(1000), batch_size=32)
@@ -308,7 +309,10 @@ def test_a_batch_size_that_nobody_reads():
             return Stream([samples(32)[:]])
 
     for data in (Fixed(), FixedStream()):
-        says = rf"{type(data).__name__}\.batch_size is 2, and the training loader has batches of 32.*batch_size=self\.batch_size"
+        says = (
+            rf"{type(data).__name__}\.batch_size is 2, and the training loader has batches of 32"
+            r".*batch_size=self\.batch_size"
+        )
         with pytest.raises(UsageError, match=says):
             scale(Room(), data)
         assert data.batch_size == 5

@@ -1,4 +1,4 @@
-"""``geartrain tune lr`` and ``geartrain tune batch-size``: what they print and write, how they end, and the options they take."""
+"""``geartrain tune lr`` and ``geartrain tune batch-size``: output, files, errors, options."""
 
 import csv
 import itertools
@@ -8,13 +8,16 @@ import pytest
 
 import geartrain as gt
 
-LR = "tune lr net.py --accelerator cpu --seed 1 --data.samples 256 --data.batch-size 64 --min-lr 1e-4 --num-training 40"
+LR = (
+    "tune lr net.py --accelerator cpu --seed 1 --data.samples 256 --data.batch-size 64 "
+    "--min-lr 1e-4 --num-training 40"
+)
 SIZE = "tune batch-size net.py --accelerator cpu --seed 1 --data.samples 24"
 
 
 @pytest.fixture
 def facts(command):
-    """``facts("tune lr net.py")``: what it printed as JSON, after what the target printed."""
+    """Return a function: ``facts("tune lr net.py")`` gives the JSON that the command printed."""
 
     def run(line):
         done = command(f"{line} --json")
@@ -24,7 +27,7 @@ def facts(command):
     return run
 
 
-def test_lr_says_what_to_use_and_draws_the_curve(command, facts, folder):
+def test_lr_prints_the_option_to_use_and_the_curve(command, facts, folder):
     before = set(folder.iterdir())
     found, done = facts(LR), command(LR)
     assert done.code == 0, done.err
@@ -59,7 +62,7 @@ def test_lr_options_reach_the_finder(facts):
     assert early["stopped"].startswith("the loss diverged")
 
 
-def test_a_doubtful_suggestion_is_called_so(command):
+def test_a_doubtful_suggestion_is_marked(command):
     done = command(
         "tune lr net.py --accelerator cpu --seed 1 --data.samples 256 --data.batch-size 4"
     )
@@ -127,7 +130,7 @@ def test_weights_to_start_from(facts, command):
     assert facts(f"{LR} --checkpoint out/last.ckpt")["raw_losses"][0] < facts(LR)["raw_losses"][0]
 
 
-def test_a_module_without_a_learning_rate_to_set_is_told_where(command, write):
+def test_without_a_learning_rate_argument_the_output_names_configure_optimizers(command, write):
     write(
         "fixed.py",
         "import torch\nfrom net import Data as D, Net\nclass Fixed(Net):\n"
@@ -177,7 +180,7 @@ class D(Data):
 """
 
 
-def test_batch_size_says_what_to_use(command):
+def test_batch_size_prints_the_option_to_use(command):
     done = command(SIZE)
     assert done.code == 0, done.err
     assert "batch size: 24 on one device; the data has only 24 samples" in done.out
@@ -264,7 +267,7 @@ def test_wrong_usage(refused, line, expected):
         ),
     ],
 )
-def test_what_cannot_be_found_starts_nothing(command, line, expected):
+def test_a_search_that_cannot_work_starts_nothing(command, line, expected):
     done = command(line)
     assert done.code == 2
     assert expected in done.err
@@ -288,7 +291,7 @@ def test_help(command):
     assert "--init_val" in command("tune batch-size --help").out
 
 
-def test_a_script_of_one_s_own_can_tune(folder, monkeypatch, capsys):
+def test_a_users_script_can_tune(folder, monkeypatch, capsys):
     monkeypatch.syspath_prepend(folder)
     from net import Data, Net
 

@@ -1,4 +1,4 @@
-"""A finder is no run: it trains copies, nothing of it stays, and plugins that watch a run do not see it."""
+"""A finder trains copies: it changes nothing, and plugins that watch a run do not see it."""
 
 import random
 
@@ -21,11 +21,11 @@ from .cases import Keeps, Never, Watch, find, scale, snapshot
     "options", [{}, {"precision": "bf16-true"}, {"precision": "bf16-mixed", "seed": 5}], ids=str
 )
 @pytest.mark.parametrize("fails", [False, True])
-def test_everything_is_as_it_was(options, fails, tmp_path, monkeypatch):
+def test_a_finder_leaves_no_changes(options, fails, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     order = torch.Generator().manual_seed(7)
     data = DataLoader(samples(), batch_size=4, shuffle=True, generator=order)
-    # Adam cannot go on with another dtype than that of its state.
+    # Adam needs the dtype of its saved state.
     one, module = (
         trainer(output=tmp_path / "out", **options),
         Keeps(stepped=options.get("precision") != "bf16-true"),
@@ -71,7 +71,7 @@ def test_a_fit_afterwards_is_bit_equal_to_one_without_a_finder():
     [{"batch_size": 4}, {"batch_size": None, "shuffle": True}, {"batch_size": 4, "shuffle": True}],
     ids=str,
 )
-def test_a_loader_s_generator_is_as_it_was(options):
+def test_a_loaders_generator_is_restored(options):
     order = torch.Generator().manual_seed(7)
     state = order.get_state().tolist()
     data = DataLoader(samples(), generator=order, **options)
@@ -81,7 +81,7 @@ def test_a_loader_s_generator_is_as_it_was(options):
     assert order.get_state().tolist() != state
 
 
-def test_numpy_s_generator_and_arrays_are_as_they_were():
+def test_numpys_generator_and_arrays_are_restored():
     numpy = pytest.importorskip("numpy")
 
     class Draws(Net):
@@ -119,7 +119,7 @@ def test_shared_and_expanded_tensors_stay_shared():
     assert module.loop[0] is module.loop
 
 
-def test_a_data_module_keeps_what_it_had():
+def test_a_data_module_keeps_its_attributes():
     class Data(gt.DataModule):
         def __init__(self, batch_size=4):
             self.generator, self.batch_size = torch.Generator().manual_seed(1), batch_size
@@ -151,7 +151,7 @@ def test_weights_without_a_shape_keep_none():
     assert isinstance(module.layers[0].weight, nn.UninitializedParameter)
 
 
-# --- what cannot be copied ------------------------------------------------------------------------
+# --- modules that cannot be copied ----------------------------------------------------------------
 
 
 class NotCopied:
@@ -257,18 +257,18 @@ def test_a_module_and_its_data_module_are_copied_together():
     assert module.data is data
 
 
-# --- a finder is no run ---------------------------------------------------------------------------
+# --- a finder is not a run ------------------------------------------------------------------------
 
 
 def test_plugins_that_watch_are_left_out_and_named(capsys, tmp_path):
     class Watches(Callback):
         def on_train_batch_end(self, *_):
-            raise AssertionError("a finder is no run")
+            raise AssertionError("a finder is not a run")
 
     class Both(Watch):
         @hookimpl
         def on_step_end(self):
-            raise AssertionError("a finder is no run")
+            raise AssertionError("a finder is not a run")
 
     logger, watch, ema = Loggers(), Watch(), EMA(0.9)
     one = trainer(
@@ -280,7 +280,7 @@ def test_plugins_that_watch_are_left_out_and_named(capsys, tmp_path):
     tuner = Tuner(one)
     tuner.lr_find(Net(), loader(), num_training=13, update_attr=False)
     said = capsys.readouterr().err
-    assert said.count("tune: left out while finding") == 1
+    assert said.count("tune: plugins that watch a run are left out") == 1
     for label in (
         "geartrain-csv[csv]",
         "Loggers",

@@ -1,4 +1,4 @@
-"""The learning-rate finder: what it finds, that it is right, and where it goes."""
+"""The learning-rate finder: its curve, its suggestion, and the attribute that it sets."""
 
 import copy
 import math
@@ -15,7 +15,7 @@ from .cases import Never, Quadratic, Watch, find
 
 
 def by_hand(module, batches, lrs):
-    """The losses of a plain loop of SGD with momentum, with a learning rate for each step."""
+    """Return the losses of a plain loop of SGD with momentum, given each step's learning rate."""
     optimizer, losses = torch.optim.SGD(module.parameters(), lr=1.0, momentum=0.9), []
     for batch, lr in zip(batches, lrs, strict=True):
         optimizer.param_groups[0]["lr"] = lr
@@ -58,9 +58,10 @@ def test_the_suggestion_lies_where_a_quadratic_converges(curvature):
         found.losses.index(min(found.losses)),
     )
     assert suggestion < 2 / curvature
-    # From below: with the loss beginning at l, a step k lowers it to no less than l (1 - 2 L sum of lr_i), and that sum is at most
-    # lr_k q/(q-1). A slope of the average is at most w = 0.02/(1 - 0.98^11) of how far the loss lies below it; the steepest is at least
-    # the mean slope from step 10 to the best.
+    # Lower bound. Let the loss begin at l. Step k lowers it to at least l (1 - 2 L sum of lr_i),
+    # and that sum is at most lr_k q/(q-1). A slope of the average is at most
+    # w = 0.02/(1 - 0.98^11) of its distance to the loss. The steepest slope is at least the mean
+    # slope from step 10 to the best.
     mean_slope = (found.losses[10] - found.losses[m]) / (m - 10)
     w = 0.02 / (1 - 0.98**11)
     assert suggestion > mean_slope / found.raw_losses[0] / w / (2 * curvature) * (q - 1) / q**2
@@ -75,7 +76,7 @@ def test_the_suggestion_lies_where_a_quadratic_converges(curvature):
 def test_the_suggestion_is_the_steepest_fall_without_the_ends():
     losses = [9.0, 1.0, *[1.0] * 12, 0.9, 0.6, 0.5, 0.5, -9.0]
     found = LRFinder("exponential", [0.1 * i for i in range(1, len(losses) + 1)], losses)
-    # Slopes are those between a point's two neighbours.
+    # A slope is measured between a point's two neighbours.
     assert found.suggestion() == found.lrs[14]
     assert found.suggestion(skip_begin=15) == found.lrs[15]
     assert found.suggestion(skip_begin=0) == found.lrs[0]
@@ -91,7 +92,7 @@ def test_the_suggestion_is_the_steepest_fall_without_the_ends():
         ([float(i) for i in range(30)], "the loss fell nowhere"),
     ],
 )
-def test_no_suggestion_says_why(losses, why):
+def test_a_missing_suggestion_has_a_reason(losses, why):
     found = LRFinder("linear", [float(i + 1) for i in range(len(losses))], losses)
     assert found.suggestion() is None
     assert why in found.why_not()
@@ -184,7 +185,7 @@ def test_estimated_steps_are_those_of_the_finder():
 
 
 @pytest.mark.parametrize("offset", [0.0, -10.0])
-def test_it_ends_where_the_loss_diverges(offset):
+def test_it_ends_when_the_loss_diverges(offset):
     found = find(Quadratic(offset=offset), min_lr=1e-3, max_lr=1e3, num_training=100)
     assert 20 < len(found.lrs) < 100
     best = min(found.losses[:-1])
@@ -201,13 +202,13 @@ def test_one_lucky_batch_at_first_is_no_divergence():
     assert len(find(Lucky(), max_lr=0.1).lrs) == 30
 
 
-def test_it_does_not_end_where_it_may_not():
+def test_without_a_threshold_it_does_not_end_early():
     found = find(Quadratic(), min_lr=1e-3, max_lr=10.0, early_stop_threshold=None)
     assert len(found.lrs) == 30
     assert found.stopped == ""
 
 
-def test_it_ends_where_the_loss_is_not_finite():
+def test_it_ends_when_the_loss_is_not_finite():
     class Breaks(Net):
         def training_step(self, batch, batch_idx):
             return self.loss(batch) * (math.nan if self.global_step == 20 else 1)
@@ -241,10 +242,10 @@ def test_in_manual_optimisation_the_loss_is_that_of_the_first_backward():
     class Two(Manual):
         def training_step(self, batch, batch_idx):
             super().training_step(batch, batch_idx)
-            self.manual_backward(self.loss(batch) * 100)  # cleared before the next step
+            self.manual_backward(self.loss(batch) * 100)  # these gradients are cleared
 
     module = Net()
-    automatic = find(module)  # which leaves it as it was
+    automatic = find(module)  # the finder does not change the module
     for kind in (Manual, Two):
         manual = kind()
         manual.load_state_dict(module.state_dict())
@@ -252,7 +253,7 @@ def test_in_manual_optimisation_the_loss_is_that_of_the_first_backward():
         assert (found.lrs, found.raw_losses) == (automatic.lrs, automatic.raw_losses)
 
 
-def test_no_loss_at_all_says_where_to_give_it():
+def test_without_any_loss_the_error_names_the_fix():
     class Past(Manual):
         def training_step(self, batch, batch_idx):
             self.loss(batch).backward()
@@ -297,7 +298,7 @@ def test_plot_is_not_flattened_by_a_loss_that_diverges():
     assert LRFinder("linear").plot() == "nothing to draw"
 
 
-# --- where it goes --------------------------------------------------------------------------------
+# --- setting the attribute ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["lr", "learning_rate", "base"])

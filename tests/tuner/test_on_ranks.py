@@ -1,4 +1,4 @@
-"""The finders on two ranks: both find the same, end together and leave everything as it was."""
+"""The finders on two ranks: equal results, a common end, and no changes."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def find(module, **options):
 
 
 def test_the_curve_is_that_of_one_process_on_all_the_data():
-    """Two ranks with batches of 4 see what one process sees in each batch of 8: samples i and i + 1 go to different ranks."""
+    """Two ranks with batches of 4 see the same samples as one process with batches of 8."""
 
     class Lr(Net):
         lr = 0.5
@@ -45,7 +45,7 @@ def test_the_curve_is_that_of_one_process_on_all_the_data():
     ("factor", "steps", "why"),
     [(float("nan"), 20, "the loss was nan"), (1e4, 21, "the loss diverged")],
 )
-def test_what_one_rank_sees_ends_both_in_the_same_step(rank, factor, steps, why):
+def test_a_bad_loss_on_one_rank_ends_both_in_the_same_step(rank, factor, steps, why):
     class Breaks(Net):
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
@@ -57,7 +57,7 @@ def test_what_one_rank_sees_ends_both_in_the_same_step(rank, factor, steps, why)
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_everything_is_as_it_was(fails):
+def test_a_finder_leaves_no_changes(fails):
     class Own(Net):
         def training_step(self, batch, batch_idx):
             if fails and self.global_rank == 1 and self.global_step == 3:

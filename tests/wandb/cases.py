@@ -1,4 +1,4 @@
-"""A small training, and what it handed to loggers."""
+"""A small training for the tests of wandb, and a logger that records its calls."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ COMMAND = "import sys; from geartrain.commands import main; sys.exit(main())"
 
 
 class Net(gt.Module):
-    """One weight; ``fails`` is raised in the second epoch."""
+    """A model with one weight; ``fails`` is raised in the second epoch."""
 
     def __init__(self, lr: float = 0.5, fails=None):
         super().__init__()
@@ -45,7 +45,7 @@ def loader(**options):
 
 
 class Late:
-    """Logs figures of an optimizer step that is past, and one that is no number."""
+    """Log values for a past optimizer step, and a value that is not a number."""
 
     @hookimpl
     def on_epoch_end(self, run):
@@ -55,7 +55,7 @@ class Late:
 
 
 class Handed:
-    """Keeps what loggers were given, as wandb's history should show it."""
+    """Record logged values in the form of wandb's history."""
 
     def __init__(self):
         self.rows = []
@@ -66,7 +66,7 @@ class Handed:
 
 
 def trainer(*plugins, **options):
-    """Two epochs on the CPU; every step is logged; nothing is drawn."""
+    """Return a trainer: two epochs on the CPU, every step logged, no progress bar."""
     given = {
         "accelerator": "cpu",
         "max_epochs": 2,
@@ -82,11 +82,11 @@ def offline(**options):
 
 
 def python(*arguments, seconds=60, terminal=subprocess.DEVNULL):
-    """Run Python in the working folder; the finished process, with what it printed."""
+    """Run Python in the working folder; return the finished process and its output."""
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, stdin=terminal, timeout=seconds)
 
 
 def geartrain(*arguments):
-    """How the command ended, in the working folder."""
+    """Run a command in the working folder; return the finished process."""
     return command(Path.cwd(), *arguments)

@@ -1,4 +1,4 @@
-"""Every test has a wandb of its own: no account, no settings, no folders outside of the test's; and none leaves a process behind."""
+"""Each test has a separate wandb: no account, no settings, a temporary folder, no process left."""
 
 import os
 import sys
@@ -18,7 +18,7 @@ def own_wandb(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB__STATS_SAMPLING_INTERVAL", "0.1")  # seconds; wandb refuses less
     monkeypatch.setenv("COLUMNS", "500")
     monkeypatch.chdir(tmp_path)
-    for name in ("exit", "excepthook"):  # wandb.init puts its own in their place
+    for name in ("exit", "excepthook"):  # wandb.init replaces both
         monkeypatch.setattr(sys, name, getattr(sys, name))
     yield
     wandb.teardown()
@@ -26,7 +26,7 @@ def own_wandb(tmp_path, monkeypatch):
 
 
 def services():
-    """wandb's processes below this one."""
+    """Return wandb's processes below this process."""
     return [
         child
         for child in psutil.Process().children(recursive=True)

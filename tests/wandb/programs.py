@@ -1,4 +1,4 @@
-"""What programs of the tests do; apart from the tests, which import wandb."""
+"""Functions for the programs that tests run; the tests themselves import wandb."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ from .cases import Net, loader, offline, trainer
 
 
 class Away:
-    """Ends wandb's server after the first epoch."""
+    """A plugin that ends wandb's server after the first epoch."""
 
     @hookimpl
     def on_epoch_end(self, run):
@@ -30,7 +30,7 @@ def train_online(what):
 
 
 def services():
-    """How many processes of wandb are below this one."""
+    """Return the number of wandb's processes below this process."""
     return sum(
         process.name().startswith("wandb") for process in psutil.Process().children(recursive=True)
     )
@@ -59,7 +59,7 @@ def train_on_a_rank():
 
 
 class Batches:
-    """Endless ones."""
+    """An endless dataset."""
 
     def __iter__(self):
         while True:

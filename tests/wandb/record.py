@@ -1,4 +1,4 @@
-"""Reads a run's ``.wandb`` file back: a LevelDB log of wandb's own records."""
+"""Read a run's ``.wandb`` file: a LevelDB log of wandb's records."""
 
 import json
 import struct
@@ -8,17 +8,17 @@ import wandb
 from wandb.proto import wandb_internal_pb2
 
 _BLOCK, _HEADER = 32 * 1024, 7
-#: A fragment's type: the record is whole, or this is its first, a middle or its last piece.
+#: Types of a fragment: a whole record, or its first, middle or last piece.
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
 
 def records(path):
-    """Every record of the file, checked."""
+    """Yield every record of the file; check the checksums."""
     return [wandb_internal_pb2.Record.FromString(data) for data in _log(path.read_bytes())]
 
 
 def _log(data):
-    # ":W&B", a magic number of 16 bits and a version byte, before the first block's records and part of that block.
+    # ":W&B", a 16-bit magic number and a version byte precede the records in the first block.
     assert data[:4] == b":W&B"
     assert struct.unpack("<H", data[4:6]) == (0xBEE1,)
     at, pieces = _HEADER, []
@@ -31,7 +31,7 @@ def _log(data):
         checksum, length, kind = struct.unpack("<IHB", data[at : at + _HEADER])
         body = data[at + _HEADER : at + _HEADER + length]
         assert len(body) == length
-        # wandb's checksum is CRC-32 of the type and the body, and not LevelDB's masked CRC-32C.
+        # wandb's checksum is CRC-32 of type and body, not LevelDB's masked CRC-32C.
         assert checksum == zlib.crc32(body, zlib.crc32(bytes([kind])))
         at += _HEADER + length
         assert bool(pieces) == (kind in (_MIDDLE, _LAST))
@@ -43,7 +43,7 @@ def _log(data):
 
 
 class Recorded:
-    """What one run's file holds."""
+    """The content of a run's file."""
 
     def __init__(self, path):
         self.all = records(path)
@@ -56,7 +56,7 @@ class Recorded:
 
     @property
     def rows(self):
-        """The history, wandb's own columns left out."""
+        """Return the history without wandb's own columns."""
         return [
             {k: v for k, v in _items(record.item).items() if not k.startswith("_")}
             for record in self.of("history")
@@ -88,7 +88,7 @@ class Recorded:
 
     @property
     def stats(self):
-        """Names of the system figures."""
+        """Return the names of the system metrics."""
         return {item.key for record in self.of("stats") for item in record.item}
 
 
@@ -97,8 +97,8 @@ def _items(items):
 
 
 def recorded(folder):
-    """The runs below a folder, oldest first."""
-    wandb.teardown()  # finish() returns before its service has written the end of the file
+    """Return the runs below a folder, oldest first."""
+    wandb.teardown()  # finish() returns before the service has written the end of the file
     return [
         Recorded(path)
         for path in sorted(folder.rglob("run-*.wandb"), key=lambda path: path.stat().st_mtime_ns)

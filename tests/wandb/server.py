@@ -1,4 +1,4 @@
-"""As much of wandb's server as a run without files needs."""
+"""The part of wandb's server that a run without files needs."""
 
 import json
 import threading
@@ -45,14 +45,14 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """Answers on a port of its own until someone gets ``/go-away``."""
+    """Serve on a free port until a request for ``/go-away``."""
 
     daemon_threads = True
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.address = f"http://127.0.0.1:{self.server_port}"
-        #: What came to the file stream: metrics, the summary, the exit code.
+        #: Content of the file stream: metrics, the summary, the exit code.
         self.streamed = []
 
     def stop(self):

@@ -1,4 +1,4 @@
-"""The plugin in programs of their own: the command line, logging in, several processes, signals, and what is left behind."""
+"""The plugin in separate programs: command line, login, several processes, signals, leftovers."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def test_explain_starts_nothing(tmp_path):
 # --- logging in -----------------------------------------------------------------------------------
 
 
-def test_without_a_key_nothing_starts_and_nobody_is_asked(tmp_path):
+def test_without_a_key_nothing_starts_and_no_prompt_appears(tmp_path):
     done = geartrain("fit", DOWNHILL, "--plugin", "wandb", "--output", "out")
     assert done.end == "2", done.printed
     assert "geartrain-wandb[wandb]: you are not logged in" in done.err
@@ -57,10 +57,10 @@ def test_without_a_key_nothing_starts_and_nobody_is_asked(tmp_path):
     assert "--wandb.mode offline" in done.err
     assert "Traceback" not in done.err
     assert not (tmp_path / "out").exists()
-    assert not list(tmp_path.rglob("core-debug*"))  # what wandb's service writes first
+    assert not list(tmp_path.rglob("core-debug*"))  # the first file that wandb's service writes
 
 
-def test_at_a_terminal_nobody_is_asked_either(tmp_path):
+def test_at_a_terminal_no_prompt_appears_either(tmp_path):
     import pty
 
     mother, child = pty.openpty()
@@ -72,7 +72,7 @@ def test_at_a_terminal_nobody_is_asked_either(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["variable", "netrc", "offline", "settings"])
-def test_a_key_is_found_where_wandb_finds_it(tmp_path, monkeypatch, how):
+def test_a_key_is_found_in_the_same_places_as_by_wandb(tmp_path, monkeypatch, how):
     key = "0123456789" * 4
     if how == "variable":
         monkeypatch.setenv("WANDB_API_KEY", key)
@@ -81,14 +81,14 @@ def test_a_key_is_found_where_wandb_finds_it(tmp_path, monkeypatch, how):
         (tmp_path / "netrc").chmod(0o600)
     elif how == "offline":
         monkeypatch.setenv("WANDB_MODE", "offline")
-    else:  # as `wandb offline` writes it
+    else:  # the file that `wandb offline` writes
         (tmp_path / "wandb's own").mkdir()
         (tmp_path / "wandb's own" / "settings").write_text("[default]\nmode = offline\n")
     done = geartrain("explain", DOWNHILL, "--plugin", "wandb")
     assert done.end == "0", done.printed
 
 
-def test_a_key_that_cannot_be_one_is_refused(monkeypatch):
+def test_a_malformed_key_is_refused(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "short")
     done = geartrain("fit", DOWNHILL, "--plugin", "wandb")
     assert done.end == "2"
@@ -96,7 +96,7 @@ def test_a_key_that_cannot_be_one_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("server", ["refuses", pytest.param("is silent", marks=pytest.mark.matrix)])
-def test_a_server_that_does_not_answer_makes_the_run_an_offline_one(tmp_path, monkeypatch, server):
+def test_a_run_is_offline_if_the_server_does_not_answer(tmp_path, monkeypatch, server):
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         if server == "is silent":
@@ -127,7 +127,7 @@ def test_an_online_run(tmp_path, monkeypatch, what):
     steps = [row["trainer/global_step"] for row in server.rows if "loss_step" in row]
     if what == "goes":
         assert "Timed out finishing run" in done.err
-        (kept,) = recorded(tmp_path)  # what could not be sent is on disk
+        (kept,) = recorded(tmp_path)  # the rest is on disk
         steps = [row["trainer/global_step"] for row in kept.rows if "loss_step" in row]
     else:
         assert server.exit_codes == [int(what == "fails")]
@@ -135,7 +135,7 @@ def test_an_online_run(tmp_path, monkeypatch, what):
 
 
 def test_a_missing_wandb_is_an_error_before_anything_starts(tmp_path):
-    (tmp_path / "wandb").mkdir()  # as an earlier run may have left it: Python would import it
+    (tmp_path / "wandb").mkdir()  # a folder of an earlier run, which Python could import
     (tmp_path / "train.py").write_text(
         """
 import sys
@@ -180,14 +180,14 @@ def test_after_the_run_wandb_has_no_process_left(tmp_path):
     assert [run.exit_code for run in recorded(tmp_path)] == [0, 0]
 
 
-def test_of_two_ranks_the_first_has_a_run(tmp_path):
+def test_only_the_first_of_two_ranks_has_a_run(tmp_path):
     assert results(tmp_path, train_on_a_rank) == [True, False]
     (run,) = recorded(tmp_path)
     assert [row["trainer/global_step"] for row in run.rows if "loss_step" in row] == [1, 2, 3, 4]
     assert run.config["geartrain"]["processes"] == 2
 
 
-def test_ctrl_c_marks_the_run_and_leaves_nothing(tmp_path):
+def test_ctrl_c_marks_the_run_and_leaves_no_process(tmp_path):
     with program(tmp_path, train_for_ever) as started:
         until((tmp_path / "going").exists, 60, "the first batch")
         started.process.send_signal(signal.SIGINT)

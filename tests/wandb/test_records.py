@@ -1,4 +1,4 @@
-"""What wandb has of a run, read back from its file."""
+"""The records of a run, read back from its file."""
 
 import json
 import math
@@ -23,7 +23,7 @@ from .record import recorded
 
 
 def plain(rows):
-    """NaN equals itself here."""
+    """A float for which NaN equals itself."""
     return [
         {k: "nan" if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()}
         for row in rows
@@ -74,7 +74,7 @@ def test_a_record_longer_than_a_block_of_the_file_comes_back(tmp_path):
     assert [row[f"figure {i}"] for i in range(3000)] == [i / 7 for i in range(3000)]
 
 
-def test_the_summary_has_the_last_values_and_how_it_ended(tmp_path):
+def test_the_summary_has_the_last_values_and_the_status(tmp_path):
     one = trainer(offline())
     one.fit(Net(), loader(), loader())
     (run,) = recorded(tmp_path)
@@ -84,7 +84,7 @@ def test_the_summary_has_the_last_values_and_how_it_ended(tmp_path):
     assert len(one.logged_metrics) == 3
 
 
-def test_an_evaluation_is_a_run_of_its_own(tmp_path):
+def test_an_evaluation_is_a_separate_run(tmp_path):
     one = trainer(offline())
     one.fit(Net(), loader())
     one.test(Net(), loader())
@@ -93,7 +93,7 @@ def test_an_evaluation_is_a_run_of_its_own(tmp_path):
     assert tested.rows == [{"trainer/global_step": 8, "epoch": 2, "tested": 1}]
 
 
-# --- what else is told ----------------------------------------------------------------------------
+# --- other records --------------------------------------------------------------------------------
 
 
 def test_the_configuration_holds_hyperparameters_and_the_plan(tmp_path):
@@ -137,7 +137,7 @@ def test_options_reach_wandb(tmp_path):
     )
 
 
-def test_figures_of_the_system_come_by_themselves(tmp_path):
+def test_system_metrics_are_recorded_automatically(tmp_path):
     def batches():
         deadline = time.monotonic() + 30
         (path,) = tmp_path.rglob("run-*.wandb")
@@ -155,7 +155,7 @@ def test_figures_of_the_system_come_by_themselves(tmp_path):
     assert {"cpu", "memory_percent", "proc.memory.rssMB"} <= run.stats
 
 
-# --- where ----------------------------------------------------------------------------------------
+# --- folders --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_the_folder(tmp_path, monkeypatch, options, variable, output, where):
     assert path.parents[1] == tmp_path / where
 
 
-def test_variables_are_honoured_and_options_win(tmp_path, monkeypatch):
+def test_options_override_environment_variables(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_PROJECT", "from the environment")
     trainer(WandB()).fit(Net(), loader())
@@ -225,7 +225,7 @@ def test_each_checkpoint_is_an_artifact(tmp_path):
         assert file.path == "last.ckpt"
         assert (
             torch.load(file.local_path)["step"] == step
-        )  # a copy of its own: the second has not overwritten the first
+        )  # the first is a copy, so the second has not overwritten it
 
 
 def test_the_best_are_artifacts_that_outlive_their_files(tmp_path):
@@ -242,18 +242,18 @@ def test_the_best_are_artifacts_that_outlive_their_files(tmp_path):
     assert [path.name for path in (tmp_path / "best").iterdir()] == ["step=8.ckpt"]
 
 
-def test_checkpoints_are_left_alone_unasked(tmp_path):
+def test_checkpoints_are_not_uploaded_by_default(tmp_path):
     trainer(offline(), output="out").fit(Net(), loader())
     (run,) = recorded(tmp_path)
     assert not run.of("artifact")
 
 
-def test_checkpoints_that_nobody_saves_are_missed():
+def test_missing_checkpoints_give_a_warning():
     with pytest.warns(UserWarning, match=r"checkpoints=True.*--output"):
         trainer(offline(checkpoints=True)).fit(Net(), loader())
 
 
-# --- how it ends ----------------------------------------------------------------------------------
+# --- end of a run ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_the_scripts_own_run_is_used_and_stays_open(tmp_path):
 
 
 class Kill:
-    """Ends wandb's service process after the first epoch, as an out-of-memory killer may."""
+    """A plugin that kills wandb's service after the first epoch, like an out-of-memory killer."""
 
     @hookimpl
     def on_epoch_end(self, run):
@@ -339,7 +339,7 @@ def test_a_dead_service_stops_nothing_and_the_next_run_has_its_own(tmp_path):
         ({"folder": "file"}, "folder='file'"),
     ],
 )
-def test_options_that_cannot_be_are_refused_before_anything_starts(tmp_path, options, says):
+def test_wrong_options_are_refused_before_anything_starts(tmp_path, options, says):
     (tmp_path / "file").touch()
     with pytest.raises(gt.UsageError, match=r"geartrain-wandb\[wandb\]") as refused:
         trainer(offline(**options)).check(Net)
@@ -347,5 +347,5 @@ def test_options_that_cannot_be_are_refused_before_anything_starts(tmp_path, opt
     assert not services()
 
 
-def test_the_plugin_goes_to_other_processes():
+def test_the_plugin_can_be_pickled():
     assert vars(pickle.loads(pickle.dumps(offline(tags=["a"])))) == vars(offline(tags=["a"]))
