@@ -1,16 +1,17 @@
-"""Run the code blocks of one page in order, as a reader who types them would: ``python blocks.py PAGE FOLDER``.
+"""Run the code blocks of one page in order, as a reader does: ``python blocks.py PAGE FOLDER``.
 
-- a file: ``python``, ``toml`` or ``yaml`` whose first line is a comment with a file's name; it is written there
+- ``python``, ``toml`` or ``yaml`` whose first line is a comment with a file name: written there
 - ``python``: runs in a namespace that the page's blocks share
-- ``text`` right after ``python``: what that printed
-- ``console``: lines that begin with ``$ `` run under ``bash -e``; the lines below one are what it printed
-- other ``toml``, ``yaml`` and ``json``: can be parsed
-- other ``text``: is not looked at
+- ``text`` right after ``python``: its expected output
+- ``console``: lines that begin with ``$ `` run under ``bash -e``; the lines below are their output
+- other ``toml``, ``yaml`` and ``json``: parsed
+- other ``text``: ignored
 
-In what should be printed ``...`` stands for anything on a line, and alone on a line for any lines. Runs of spaces, and the lines
-of tables, count as one. ``<!-- not run: REASON -->`` above a block, or above a ``$`` line in it, leaves it out.
+In expected output ``...`` matches any text in a line, and a line ``...`` matches any lines. Runs of
+spaces, and the lines of tables, count as one. ``<!-- not run: REASON -->`` above a block, or above
+a ``$`` line in it, skips it.
 
-This file uses the standard library alone: it also runs inside the page's environment.
+This file uses only the standard library, because it also runs in the page's environment.
 """
 
 from __future__ import annotations
@@ -35,26 +36,26 @@ LANGUAGES = ("python", "console", "toml", "yaml", "json", "text", "")
 
 _NOT_RUN = re.compile(r"^<!-- not run:(?P<reason>.*?)-->$", re.S)
 _FILE = re.compile(r"^# (?P<name>[\w./-]+\.\w+)$")
-#: Printed between two commands of a block, so that each one's output is known.
+#: Printed between the commands of a block, to separate their outputs.
 _NEXT = "\x1e"
 
 
 class Wrong(Exception):
-    """A block that is not what the page says it is."""
+    """A block does not do what the page shows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One fenced block."""
+    """A fenced block."""
 
     page: str
-    #: The line of the first line in the block, from 1.
+    #: The line (from 1) of the block's first line.
     line: int
     language: str
     text: str
-    #: Why it is not run, where it is not.
+    #: Why the block is not run; empty if it is run.
     not_run: str | None
-    #: Whether only blank lines stand between the block before and this one.
+    #: True if only blank lines separate the block from the previous one.
     follows: bool
 
     @property
@@ -63,14 +64,14 @@ class Block:
 
     @property
     def file(self) -> str | None:
-        """The file that it is, if it is one."""
+        """Return the name of the file that the block shows, if any."""
         first = _FILE.match(self.text.partition("\n")[0])
         return first["name"] if first and self.language in ("python", "toml", "yaml") else None
 
 
 @dataclass(slots=True)
 class Command:
-    """One ``$ `` line of a console block and what it should print."""
+    """A ``$ `` line of a console block and its expected output."""
 
     typed: str
     not_run: str | None
@@ -81,7 +82,7 @@ class Command:
 
 
 def read_blocks(page: Path) -> list[Block]:
-    """The fenced blocks of a page, in order."""
+    """Return the fenced blocks of a page, in order."""
     blocks: list[Block] = []
     between: list[str] = []
     lines = iter(enumerate(page.read_text(encoding="utf-8").splitlines(), start=1))
@@ -105,10 +106,10 @@ def read_blocks(page: Path) -> list[Block]:
 
 
 def commands(block: Block) -> list[Command]:
-    """The commands of a console block.
+    """Return the commands of a console block.
 
     Raises:
-        Wrong: there is none, or something stands above the first one.
+        Wrong: the block has no command, or a line above the first one.
     """
     found: list[Command] = []
     reason, goes_on = None, False
@@ -133,7 +134,7 @@ def commands(block: Block) -> list[Command]:
 
 
 def not_run(block: Block) -> Iterator[tuple[str, str]]:
-    """(place, reason) of the block, or of each of its commands, that is left out."""
+    """Return (place, reason) for the block if it is not run, or for each skipped command."""
     if block.not_run is not None:
         yield block.place, block.not_run
     elif block.language == "console":
@@ -148,20 +149,17 @@ def not_run(block: Block) -> Iterator[tuple[str, str]]:
 
 
 def check_output(expected: list[str], printed: str) -> None:
-    """Look for the lines of ``expected``, in one piece, among those that were printed.
+    """Check that the lines of ``expected`` appear in the output, without a gap.
 
     Raises:
-        Wrong: they are not there.
+        Wrong: they do not.
     """
     wanted = [_plain(line) for line in expected if line.strip()]
     pattern = "".join(r"(?:.*\n)*?" if line == "..." else _line(line) for line in wanted)
     found = "".join(f"{_plain(line)}\n" for line in printed.splitlines() if line.strip())
     if not re.search("^" + pattern, found, re.M):
         raise Wrong(
-            "the page says that this is printed:\n"
-            + "\n".join(wanted)
-            + "\nbut what was printed is:\n"
-            + found
+            "the page shows this output:\n" + "\n".join(wanted) + "\nbut the output is:\n" + found
         )
 
 
@@ -170,7 +168,7 @@ def _line(line: str) -> str:
 
 
 def _plain(line: str) -> str:
-    """A line without what depends on the width of a table's columns."""
+    """Return a line without the parts that depend on the width of a table's columns."""
     return re.sub(r"([─━═])\1+", r"\1", re.sub(r"\s+", " ", line)).strip()
 
 
@@ -181,7 +179,7 @@ def run_page(page: Path, folder: Path) -> None:
     """Run the blocks of a page in ``folder``, which becomes the working folder.
 
     Raises:
-        Wrong: with the place of the first block that does not do what the page says.
+        Wrong: names the place of the first block that does not do what the page shows.
     """
     os.chdir(folder)
     sys.path.insert(0, "")
@@ -196,7 +194,7 @@ def run_page(page: Path, folder: Path) -> None:
 
 
 def _run(block: Block, module: types.ModuleType, printed: str | None) -> str | None:
-    """Run one block; returns what it printed, if it is python."""
+    """Run one block; return its output if it is python."""
     if block.not_run is not None:
         return None
     if block.language not in LANGUAGES:
@@ -228,11 +226,11 @@ def _write(block: Block) -> None:
 def _python(block: Block, module: types.ModuleType) -> str:
     output = io.StringIO()
     try:
-        # Blank lines above it give errors the line on the page.
+        # Blank lines above the code, so that errors have the line number of the page.
         code = compile("\n" * (block.line - 1) + block.text, block.page, "exec")
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             exec(code, vars(module))
-    except (Exception, SystemExit) as error:  # an exit would leave the rest of the page unread
+    except (Exception, SystemExit) as error:  # an exit would skip the rest of the page
         shown = "".join(traceback.format_exception(error))
         raise Wrong(f"{shown}{output.getvalue()}") from None
     return output.getvalue()

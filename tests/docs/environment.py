@@ -1,4 +1,4 @@
-"""An environment of a page's own: what is installed here, and room for what the page installs."""
+"""An environment for one page: the installed packages, and room for packages of the page."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ sys.exit(main(arguments))
 
 
 def variables() -> dict[str, str]:
-    """The environment variables of what runs on a page."""
+    """Return the environment variables for programs of a page."""
     return {
         **{
             name: value
@@ -36,7 +36,7 @@ def variables() -> dict[str, str]:
             if not name.startswith(("PIP_", "GEARTRAIN_", "PYTHON"))
         },
         "COLUMNS": "80",
-        "OMP_NUM_THREADS": "1",  # two tests' threads would wait for each other's cores
+        "OMP_NUM_THREADS": "1",  # two tests' threads would compete for the cores
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         "PIP_NO_INDEX": "1",
         "PIP_QUIET": "1",
@@ -46,14 +46,14 @@ def variables() -> dict[str, str]:
 
 
 def make_environment(folder: Path, warm: Warm | None) -> tuple[Path, dict[str, str]]:
-    """A virtual environment without network that sees what the running interpreter sees.
+    """Create a virtual environment without network that includes the current environment.
 
     Args:
-        folder: where.
-        warm: forks for each ``python FILE`` and each ``geartrain``, if it is given.
+        folder: the folder of the environment.
+        warm: if given, a server that forks a process for each ``python FILE`` and ``geartrain``.
 
     Returns:
-        Its python, and the environment variables to run things in it.
+        Its python, and the environment variables for its programs.
     """
     venv.create(folder, with_pip=False, symlinks=True)
     scripts, packages = (
@@ -61,7 +61,7 @@ def make_environment(folder: Path, warm: Warm | None) -> tuple[Path, dict[str, s
         for name in ("scripts", "purelib")
     )
     python = scripts / f"python{sys.version_info.major}"
-    # addsitedir and not the folders alone: an editable geartrain is a .pth file in one of them.
+    # addsitedir, because an editable geartrain is a .pth file in one of the folders.
     here = [path for path in site.getsitepackages() if Path(path).is_dir()]
     (packages / "running_interpreter.pth").write_text(
         "".join(f"import site; site.addsitedir({path!r})\n" for path in here)

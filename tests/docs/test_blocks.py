@@ -1,4 +1,4 @@
-"""README.md and every page of docs/: each code block does what the page says."""
+"""README.md and every page of docs/: each code block does what the page shows."""
 
 import contextlib
 import functools
@@ -19,9 +19,9 @@ from .environment import make_environment, variables
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-#: What a newcomer reads first. The other pages are marked.
+#: The pages that a new user reads first. The tests of other pages are marked.
 FIRST = {"README.md", "start.md"}
-#: Seconds until a page that hangs is ended.
+#: Seconds after which a hanging page is killed.
 DEADLINE = 240
 
 
@@ -31,7 +31,7 @@ def _name(page):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, request):
-    """page -> (exit code, what was printed). Two pages run at the same time, unless pytest-xdist has other tests run beside them."""
+    """Return page -> (exit code, output). Two pages run at a time, except in an xdist worker."""
     chosen = [
         item.callspec.params["page"]
         for item in request.session.items
@@ -46,14 +46,14 @@ def run(tmp_path_factory, request):
             lambda page: pool.submit(_run, page, tmp_path_factory.mktemp(page.stem), runners)
         )
         ended.callback(lambda: [runners.get().end() for _ in range(runners.qsize())])
-        if not alone:  # one of several pytest-xdist workers runs only what it is given
+        if not alone:  # an xdist worker runs only its own tests
             for page in chosen:
                 start(page)
         yield lambda page: start(page).result()
 
 
 class Runner:
-    """Runs one page after the other."""
+    """Run one page after another."""
 
     def __init__(self, folder):
         self._folder, self._warm = folder, None
@@ -73,7 +73,7 @@ class Runner:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             encoding="utf-8",
-            start_new_session=True,  # so that everything the page started can be ended with it
+            start_new_session=True,  # so that all processes of the page can be killed with it
         ) as process:
             try:
                 printed, _ = process.communicate(timeout=DEADLINE)
@@ -111,7 +111,7 @@ def test_page(page, run):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
-def test_whatever_is_not_run_says_why(page):
+def test_skipped_blocks_have_a_reason(page):
     for block in blocks.read_blocks(page):
         for place, reason in blocks.not_run(block):
             assert reason, f"{place} is marked 'not run' without a reason"

@@ -1,4 +1,4 @@
-"""The table of docs/devices.md is what ``devices=`` means."""
+"""The table of docs/devices.md describes ``devices=``."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ KINDS = {
 
 
 def cells(head):
-    """The rows of the table whose first cell is ``head``."""
+    """Return the rows of the table whose first cell is ``head``."""
     lines = PAGE.partition(f"| {head} |")[2].splitlines()[2:]
     found = []
     for line in lines:
@@ -43,7 +43,7 @@ ROWS = [
 
 @pytest.mark.parametrize(("kind", "typed", "means"), ROWS)
 def test_row_of_the_table_is_true(kind, typed, means):
-    value = eval(typed, {})  # what a reader types: numbers, text, lists and range()
+    value = eval(typed, {})  # as a user types it: numbers, text, lists and range()
     if means.startswith("error"):
         with pytest.raises(UsageError) as caught:
             parse_devices(value, accelerator=kind, **KINDS[kind])
@@ -54,7 +54,7 @@ def test_row_of_the_table_is_true(kind, typed, means):
     assert parse_devices(value, accelerator=kind, **KINDS[kind]) == expected
 
 
-def test_table_has_every_spelling_that_has_a_meaning_of_its_own():
+def test_the_table_has_every_spelling_of_devices():
     typed = {span for row in cells("`devices=`") for span in spans(row[0])}
     assert {
         "3",

@@ -1,6 +1,7 @@
-"""docs/from-lightning.md has every name of Lightning's, and what it says of each is so.
+"""docs/from-lightning.md has every name of Lightning, and describes each correctly.
 
-``lightning_names.json`` was taken once from the sources of the versions that it names: names only.
+``lightning_names.json`` was made once from the sources of the versions that it names; it has only
+names.
 """
 
 import inspect
@@ -24,7 +25,7 @@ KINDS = {"same", "renamed", "plugin", "left out", "refused"}
 
 
 def section(title):
-    """(names, kind, text) of each row of the table under a heading."""
+    """Return (names, kind, text) for each row of the table under a heading."""
     text = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S)[1]
     rows = [
         [cell.strip() for cell in line.strip("|").split(" | ")]
@@ -35,7 +36,7 @@ def section(title):
 
 
 def cases(title, group):
-    """Each name under a heading with its kind, as pytest's parameters."""
+    """Return each name under a heading with its kind, as pytest's parameters."""
     return [
         pytest.param(name, kind, id=name) for found, kind, _, _ in section(title) for name in found
     ]
@@ -54,7 +55,7 @@ TABLES = {
 
 
 @pytest.mark.parametrize("title", TABLES)
-def test_every_name_stands_in_the_table_once(title):
+def test_every_name_is_in_the_table_once(title):
     found = [name for row in section(title) for name in row[0]]
     assert len(found) == len(set(found))
     assert set(found) >= set(LIGHTNING[TABLES[title]])
@@ -105,7 +106,7 @@ class Net(gt.Module):
 
 
 class Watch(Callback):
-    """Evaluates what the page says to write, where a trainer runs."""
+    """Evaluate the replacements on the page while a trainer runs."""
 
     def __init__(self, texts):
         self.texts = texts
@@ -118,7 +119,7 @@ class Watch(Callback):
             )
 
 
-def test_what_stands_for_a_property_can_be_evaluated():
+def test_replacements_of_properties_can_be_evaluated():
     texts = [
         text[1:-1]
         for _, kind, text, _ in section("Trainer's properties")
@@ -140,7 +141,7 @@ def test_what_stands_for_a_property_can_be_evaluated():
 STAGES = ("training", "validating", "testing", "predicting", "evaluating", "sanity_checking")
 
 
-def test_what_stands_for_a_stage_is_true_in_the_stages_that_it_is_in_lightning():
+def test_replacements_of_stage_flags_are_true_in_lightnings_stages():
     """In a validation inside fit, Lightning's trainer.validating is True."""
     seen = {}
 
@@ -169,7 +170,7 @@ def test_what_stands_for_a_stage_is_true_in_the_stages_that_it_is_in_lightning()
     }
 
 
-def test_weights_that_are_saved_as_the_page_says_are_read(tmp_path):
+def test_weights_saved_with_the_code_of_the_page_can_be_read(tmp_path):
     assert [
         text
         for found, _, text, _ in section("Trainer's properties")
@@ -200,7 +201,7 @@ def test_name_of_the_module(name, kind):
             getattr(Net(), name)
 
 
-def test_what_the_module_has_instead_can_be_evaluated():
+def test_replacements_of_module_names_can_be_evaluated():
     texts = [
         text[1:-1]
         for _, kind, text, _ in section("LightningModule")
@@ -268,7 +269,7 @@ def test_hook_of_a_callback(name, kind):
 
 
 @pytest.mark.parametrize("title", ["Callbacks", "Loggers", "Strategies"])
-def test_classes_are_where_the_page_says(title):
+def test_the_page_names_the_modules_of_classes(title):
     homes = {"Callbacks": callbacks, "Loggers": loggers, "Strategies": strategies}
     for found, kind, text, _ in section(title):
         for name in found:
@@ -282,5 +283,5 @@ def test_classes_are_where_the_page_says(title):
                 assert inspect.isclass(getattr(homes[title], target[1]))
 
 
-def test_find_usable_cuda_devices_is_where_it_was():
+def test_find_usable_cuda_devices_has_the_same_import_path():
     assert callable(accelerators.find_usable_cuda_devices)

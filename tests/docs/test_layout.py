@@ -15,7 +15,7 @@ PROJECTS = {
     for path in [ROOT / "core" / "pyproject.toml", *ROOT.glob("plugins/*/pyproject.toml")]
     for project in [tomllib.loads(path.read_text(encoding="utf-8"))["project"]]
 }
-#: The rows of README's table: distribution -> its other cells.
+#: The rows of README's table: distribution -> the other cells.
 ROWS = dict(
     re.findall(
         r"^\| `(geartrain[a-z-]*)` \| (.*) \|$",
@@ -41,7 +41,7 @@ def test_errors_know_every_distribution_as_ours():
 
 
 @pytest.mark.parametrize("name", PROJECTS)
-def test_a_row_names_what_the_distribution_brings(name):
+def test_a_row_names_the_plugins_and_commands_of_the_distribution(name):
     groups = PROJECTS[name].get("entry-points", {})
     kinds = ("accelerators", "strategies", "plugins", "precisions", "commands")
     for entry in (entry for kind in kinds for entry in groups.get(f"geartrain.{kind}", {})):

@@ -1,4 +1,4 @@
-"""docs/hooks.md and docs/options.md say everything there is to say, and nothing else."""
+"""docs/hooks.md and docs/options.md are complete and correct."""
 
 import importlib.util
 import inspect
@@ -53,7 +53,7 @@ def test_writing_twice_changes_nothing(reference):
 
 @pytest.fixture
 def stale(reference, tmp_path, monkeypatch):
-    """A copy of the reference with hooks.md stale in it."""
+    """Return a copy of the reference with an outdated hooks.md."""
     for name in ("options.md", "hooks.md", "how-a-run-flows.md"):
         (tmp_path / name).write_bytes((DOCS / name).read_bytes())
     monkeypatch.setattr(reference, "DOCS", tmp_path)
@@ -91,10 +91,8 @@ def test_hook_has_a_section(hook, reference):
     assert found, f"docs/hooks.md has no section '### {hook}'"
     spec = getattr(hookspecs, hook)
     signature, about, *_ = found[1].split("\n\n")
-    assert (
-        signature
-        == f"`{reference.signature(hook, spec)}` · {'single' if spec.geartrain_spec['firstresult'] else 'every'}"
-    )
+    calls = "single" if spec.geartrain_spec["firstresult"] else "every"
+    assert signature == f"`{reference.signature(hook, spec)}` · {calls}"
     assert about
     assert "**Fired:**" in found[1]
     if spec.geartrain_spec["firstresult"]:
@@ -182,7 +180,7 @@ def test_every_method_that_a_module_may_override_is_on_the_page(options):
 # --- write-a-plugin.md ----------------------------------------------------------------------------
 
 
-def test_every_refusal_in_the_table_is_one_that_core_makes():
+def test_core_makes_every_refusal_in_the_table():
     page = (DOCS / "write-a-plugin.md").read_text(encoding="utf-8")
     table = re.search(r"^\| the error says.*?\n\n", page, re.S | re.M)
     assert table

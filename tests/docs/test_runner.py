@@ -1,4 +1,4 @@
-"""blocks.py itself: a page that is wrong does not pass."""
+"""blocks.py itself: a wrong page does not pass."""
 
 import sys
 import textwrap
@@ -10,7 +10,7 @@ from . import blocks
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Run a page that is given as text."""
+    """Return a function that runs the text of a page."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setitem(sys.modules, "page", None)
@@ -27,7 +27,7 @@ def fenced(language, *lines):
     return "\n".join([f"```{language}", *lines, "```", ""])
 
 
-# --- pages that are right -------------------------------------------------------------------------
+# --- correct pages --------------------------------------------------------------------------------
 
 
 def test_blocks_share_a_namespace_and_a_folder(run, tmp_path):
@@ -40,17 +40,17 @@ def test_blocks_share_a_namespace_and_a_folder(run, tmp_path):
     assert (tmp_path / "pack" / "age.py").exists()
 
 
-def test_text_right_after_python_is_what_it_printed(run):
+def test_text_right_after_python_is_its_output(run):
     run(fenced("python", "print('a', 1.234)", "print('b')") + fenced("text", "a 1...", "b"))
-    with pytest.raises(blocks.Wrong, match=r"page.md:5: the page says"):
+    with pytest.raises(blocks.Wrong, match=r"page.md:5: the page shows"):
         run(fenced("python", "print('a')") + fenced("text", "b"))
 
 
-def test_text_after_words_is_not_looked_at(run):
+def test_text_after_prose_is_ignored(run):
     run(fenced("python", "print('a')") + "These are files:\n\n" + fenced("text", "b"))
 
 
-def test_command_may_go_on_and_may_fail_where_the_page_says_so(run):
+def test_a_command_may_have_several_lines_and_may_fail_if_the_page_handles_it(run):
     run(
         fenced(
             "console",
@@ -90,7 +90,7 @@ def test_error_has_the_line_on_the_page(run):
         [],
     ],
 )
-def test_output_is_there(expected):
+def test_expected_output_is_found(expected):
     blocks.check_output(expected, "a 1 b\nc\nd e\n")
 
 
@@ -98,8 +98,8 @@ def test_output_is_there(expected):
     "expected",
     [["a 1"], ["1 b"], ["c", "a 1 b"], ["a 1 b", "d e"], ["a ... e"], ["x"], ["d", "...", "e"]],
 )
-def test_output_is_not_there(expected):
-    with pytest.raises(blocks.Wrong, match="what was printed is"):
+def test_missing_output_is_an_error(expected):
+    with pytest.raises(blocks.Wrong, match="but the output is"):
         blocks.check_output(expected, "a 1 b\nc\nd e\n")
 
 
@@ -109,7 +109,7 @@ def test_width_of_a_table_does_not_count():
     )
 
 
-# --- pages that are wrong -------------------------------------------------------------------------
+# --- wrong pages ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_width_of_a_table_does_not_count():
     [
         (fenced("bash", "ls"), "a block of 'bash' is not run"),
         (fenced("console", "$ false"), "ended with exit code 1"),
-        (fenced("console", "$ echo a", "b"), "what was printed is"),
+        (fenced("console", "$ echo a", "b"), "but the output is"),
         (
             fenced("console", "$ echo a", "a", "$ echo b >&2; exit 3", "$ echo c"),
             r"(?s)echo b.*exit code 3:\nb",
@@ -140,7 +140,7 @@ def test_wrong_page_is_refused(text, why, run):
 # --- not run --------------------------------------------------------------------------------------
 
 
-def test_what_is_not_run_is_found_with_its_reason(run, tmp_path):
+def test_skipped_blocks_and_commands_are_listed_with_their_reason(run, tmp_path):
     run(
         "<!-- not run: it would take a day -->\n\n"
         + fenced("python", "raise SystemExit")

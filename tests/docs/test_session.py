@@ -1,4 +1,4 @@
-"""docs/session.md: the ported loop is the raw one with few lines changed, and trains to the same weights."""
+"""docs/session.md: the ported loop differs in few lines and trains to the same weights."""
 
 import difflib
 import runpy
@@ -22,7 +22,7 @@ def test_at_most_eight_lines_change():
     removed = [line for line in difflib.ndiff(raw, ported) if line.startswith("- ")]
     assert 0 < len(changed) <= 8, changed
     assert len(removed) <= len(changed)
-    assert len(changed) == 7  # as the page says, blank lines apart
+    assert len(changed) == 7  # the number on the page; blank lines do not count
 
 
 def test_both_train_to_the_same_weights(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""docs/several-devices.md names every hook and option that ddp brings."""
+"""docs/several-devices.md names every hook and option of ddp."""
 
 import inspect
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""docs/write-a-strategy.md shows the files that `geartrain new strategy mine` writes, and names what core has for strategies."""
+"""docs/write-a-strategy.md shows the template of `geartrain new` and core's functions."""
 
 import inspect
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""docs/write-an-accelerator.md shows the file that `geartrain new accelerator mine` writes, and names what core asks accelerators for."""
+"""docs/write-an-accelerator.md shows the template of `geartrain new` and the hooks to write."""
 
 import re
 from pathlib import Path
@@ -24,7 +24,7 @@ def test_shows_what_the_command_writes():
 
 
 @pytest.mark.parametrize("hook", sorted(set(re.findall(r"\(hooks\.md#(\w+)\)", TEXT))))
-def test_linked_hook_is_there(hook):
+def test_linked_hook_exists(hook):
     assert hasattr(hookspecs, hook)
 
 

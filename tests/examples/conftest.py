@@ -1,4 +1,4 @@
-"""Examples as they are typed, in small; and as modules, to look at their parts."""
+"""Run the examples with small data, as programs and as modules."""
 
 import importlib.util
 import json
@@ -13,13 +13,13 @@ from warm import AVAILABLE, Warm
 
 ROOT = Path(__file__).parents[2]
 
-#: One thread, so that two ranks do not fight for two cores; nothing is asked of a model hub.
+#: One thread, so that two ranks do not compete for two cores. No access to a model hub.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 @dataclass
 class Ran:
-    """An example that has run."""
+    """A finished example."""
 
     code: int
     printed: str
@@ -27,19 +27,19 @@ class Ran:
     output: Path
 
     def metrics(self) -> dict[str, float]:
-        """The last value of each metric."""
+        """Return the last value of each metric."""
         assert self.code == 0, self.errors
         return json.loads((self.output / "summary.json").read_text())["metrics"]
 
     def flushed(self, name: str) -> list[float]:
-        """Every value that a metric was logged with."""
+        """Return every logged value of a metric."""
         lines = map(json.loads, (self.output / "metrics.jsonl").read_text().splitlines())
         return [line[name] for line in lines if name in line]
 
 
 @pytest.fixture(scope="session")
 def python(tmp_path_factory):
-    """A python that runs files, each in a process that begins with torch imported."""
+    """A python that runs each file in a new process with torch already imported."""
     if not AVAILABLE:
         return sys.executable
     folder = tmp_path_factory.mktemp("warm")
@@ -48,8 +48,11 @@ def python(tmp_path_factory):
 
 @pytest.fixture
 def example(python, tmp_path_factory):
-    """``example("digits", "--max-epochs", 1)`` runs examples/digits.py as a script, or ``geartrain fit`` of it with ``cli=True``;
-    with ``--output`` in a new folder unless ``option`` is another one that names it."""
+    """Return a function that runs an example: ``example("digits", "--max-epochs", 1)``.
+
+    It runs examples/digits.py as a script, or with ``geartrain fit`` if ``cli=True``. It adds
+    ``--output`` with a new folder; ``option`` is the name of that option.
+    """
 
     def run(name: str, *arguments: object, cli: bool = False, option: str = "--output") -> Ran:
         program = [str(Path(sys.executable).with_name("geartrain")), "fit"] if cli else []
@@ -77,7 +80,7 @@ def example(python, tmp_path_factory):
 
 @pytest.fixture
 def part():
-    """``part("char_lm")`` is that example as a module."""
+    """Return a function: ``part("char_lm")`` imports that example as a module."""
 
     def load(name: str):
         spec = importlib.util.spec_from_file_location(

@@ -6,9 +6,8 @@ from collections import Counter
 import pytest
 import torch
 
-pytestmark = pytest.mark.timeout(
-    240
-)  # programs that train, on a machine that does other things as well
+# The tests train, which takes longer on a busy machine.
+pytestmark = pytest.mark.timeout(240)
 
 SMALL = [
     "--model.width",
@@ -27,7 +26,7 @@ SMALL = [
 
 
 def entropy(data):
-    """Bits a character of the best model that does not look back, on the very characters that the example is validated on."""
+    """Bits per character of the best model without context, on the validation characters."""
     counts = Counter(torch.cat([following for _, following in data.val]).tolist())
     return -sum(n / counts.total() * math.log2(n / counts.total()) for n in counts.values())
 
@@ -45,7 +44,7 @@ def data(chars):
 
 
 @pytest.mark.example
-def test_it_learns_what_looking_back_is_good_for(example, data):
+def test_it_learns_to_use_the_context(example, data):
     ran = example(
         "char_lm",
         *SMALL,
@@ -75,7 +74,7 @@ def test_it_learns_what_looking_back_is_good_for(example, data):
     assert text.startswith("An object")
     assert len(text) == len("An object") + 400
     assert text in said.printed
-    assert text.count(" ") > 20  # it has learnt that there are words
+    assert text.count(" ") > 20  # it has learned that there are words
 
 
 @pytest.mark.example
@@ -97,7 +96,7 @@ def test_two_ranks_learn_too(example, data):
     assert losses[-1] < losses[0] - 0.4
 
 
-def test_no_prediction_sees_what_comes_after_it(chars):
+def test_no_prediction_sees_later_characters(chars):
     torch.manual_seed(0)
     model = chars.CharLM(context=16, width=32, heads=2, layers=2)
     text = torch.randint(96, (1, 16))
@@ -134,12 +133,12 @@ def test_each_place_is_followed_by_the_next(chars, data):
     assert torch.equal(following[-1], data.train[4][0][0])
 
 
-def test_nothing_is_validated_on_that_was_trained_on(chars, data):
+def test_training_and_validation_texts_are_disjoint(chars, data):
     train, val = (
         chars.decode(torch.cat([inputs for inputs, _ in part])).split("\n\n")
         for part in (data.train, data.val)
     )
-    # The first and the last of each are cut; a short one may be alike with characters that the alphabet does not have.
+    # The first and last paragraphs are cut. Short ones may be equal in the model's alphabet.
     assert not {p for p in train[1:-1] if len(p) > 40} & {p for p in val[1:-1] if len(p) > 40}
     assert 0.05 < len(data.val) / (len(data.train) + len(data.val)) < 0.15
 

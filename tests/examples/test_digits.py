@@ -1,11 +1,11 @@
-"""The example that README's first command trains."""
+"""The example of README's first command."""
 
 import pytest
 
 pytestmark = [
     pytest.mark.example,
     pytest.mark.timeout(240),
-]  # programs that train, on a machine that does other things as well
+]  # the tests train, which takes longer on a busy machine
 
 
 @pytest.mark.parametrize(
@@ -16,4 +16,4 @@ pytestmark = [
 def test_digits_reach_their_accuracy(example, strategy):
     ran = example("digits", "--max-epochs", 20, "--seed", 1, *strategy)
     assert ran.metrics()["val_acc"] >= 0.97
-    assert "val_acc" in ran.printed  # the closing table
+    assert "val_acc" in ran.printed  # the final table

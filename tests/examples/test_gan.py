@@ -1,11 +1,11 @@
-"""The example of manual optimisation learns, on one process and on two."""
+"""The example of manual optimisation learns, in one process and in two."""
 
 import pytest
 
 pytestmark = [
     pytest.mark.example,
     pytest.mark.timeout(240),
-]  # programs that train, on a machine that does other things as well
+]  # the tests train, which takes longer on a busy machine
 
 SMALL = ["--max-epochs", "16", "--seed", "1", "--accelerator", "cpu"]
 
@@ -15,9 +15,9 @@ SMALL = ["--max-epochs", "16", "--seed", "1", "--accelerator", "cpu"]
     [["--strategy", "single"], ["--strategy", "ddp", "--devices", "2", "--data.batch_size", "16"]],
     ids=["single", "ddp"],
 )
-def test_the_generator_comes_near_the_digits(example, options):
+def test_the_generator_approaches_the_digits(example, options):
     metrics = example("gan", *SMALL, *options).metrics()
-    # Untrained they are 0.27 and 0.22; a generator of one image, or of noise, has a spread_gap near 0.2.
+    # Before training: 0.27 and 0.22. A generator of noise or of one image has spread_gap 0.2.
     assert metrics["mean_gap"] <= 0.16
     assert metrics["spread_gap"] <= 0.13
     assert metrics["generator_loss"] > 0.0

@@ -1,4 +1,4 @@
-"""A small residual network learns shapes that are drawn here, in a folder as people have them."""
+"""A small residual network learns shapes, drawn here into a folder of images."""
 
 import math
 import random
@@ -7,13 +7,11 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
-pytestmark = pytest.mark.timeout(
-    240
-)  # programs that train, on a machine that does other things as well
+pytestmark = pytest.mark.timeout(240)  # the tests train, which takes longer on a busy machine
 
 
 def draw(path, name, rng):
-    """One image: a shape of some colour, size and turn on a dark ground."""
+    """Return an image: a shape with a random colour, size and rotation on a dark background."""
     width, height = (rng.randrange(48, 64) for _ in range(2))
     image = Image.new("RGB", (width, height), tuple(rng.randrange(100) for _ in range(3)))
     pen, colour, r = (
@@ -36,7 +34,7 @@ def draw(path, name, rng):
 
 @pytest.fixture(scope="session")
 def shapes(tmp_path_factory):
-    """100 images of each of four shapes, half of them JPEG."""
+    """Write 100 images of each of four shapes, half of them JPEG."""
     root, rng = tmp_path_factory.mktemp("shapes"), random.Random(0)
     for name in ("circle", "cross", "square", "triangle"):
         (root / name).mkdir()
@@ -66,7 +64,7 @@ SMALL = ["--model.classes", 4, "--data.size", 32, "--seed", 1, "--data.num_worke
 )
 def test_shapes_are_told_apart(example, shapes, strategy):
     ran = example("image_folder", "--data.root", shapes, *SMALL, "--max-epochs", 10, *strategy)
-    assert ran.metrics()["val_acc"] >= 0.7  # 0.25 is a guess
+    assert ran.metrics()["val_acc"] >= 0.7  # random guessing gives 0.25
 
     if strategy[1] == "single":
         said = example(
@@ -84,7 +82,7 @@ def test_shapes_are_told_apart(example, shapes, strategy):
         torch.testing.assert_close(chances.sum(dim=1), torch.ones(80))
 
 
-# --- what is read ---------------------------------------------------------------------------------
+# --- reading images -------------------------------------------------------------------------------
 
 
 def test_a_fifth_of_each_class_is_held_out_and_the_same_each_time(pictures, shapes):
@@ -101,9 +99,8 @@ def test_a_fifth_of_each_class_is_held_out_and_the_same_each_time(pictures, shap
 
 
 def test_without_variation_the_middle_is_read_as_it_is(pictures, tmp_path):
-    image = Image.new(
-        "RGB", (12, 8), (255, 0, 0)
-    )  # red, and its middle 8 × 8 green on the left half and blue on the right
+    # Red; its middle 8 × 8 is green on the left half and blue on the right.
+    image = Image.new("RGB", (12, 8), (255, 0, 0))
     image.paste((0, 255, 0), (2, 0, 6, 8))
     image.paste((0, 0, 255), (6, 0, 10, 8))
     image.save(tmp_path / "a.png")
@@ -142,7 +139,7 @@ def test_grey_and_transparent_images_are_read(pictures, tmp_path):
     assert [images[i][0].shape for i in range(4)] == [(3, 8, 8)] * 4
 
 
-# --- what cannot work -----------------------------------------------------------------------------
+# --- wrong folders and files ----------------------------------------------------------------------
 
 
 def folder(root, **classes):
@@ -162,7 +159,7 @@ def refused(example, root, *arguments):
     return ran.errors
 
 
-def test_a_folder_that_is_not_there(example, tmp_path):
+def test_a_missing_folder(example, tmp_path):
     assert "there is no folder" in refused(example, tmp_path / "nothing")
 
 
@@ -186,7 +183,7 @@ def test_more_classes_than_the_model_has(example, tmp_path):
     assert "\nFix: --model.classes 3\n" in errors
 
 
-def test_a_file_that_is_no_image(example, tmp_path):
+def test_a_file_that_is_not_an_image(example, tmp_path):
     root = folder(tmp_path / "text", a=3, b=3)
     (root / "b" / "letter.jpg").write_text("Dear Sir")
     assert f"{root / 'b' / 'letter.jpg'} is no image that Pillow reads" in refused(example, root)

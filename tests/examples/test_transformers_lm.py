@@ -1,4 +1,4 @@
-"""A model of Hugging Face transformers, inside a Module and as it is, without a network."""
+"""A Hugging Face transformers model, inside a Module and directly, without network."""
 
 import math
 from collections import Counter
@@ -15,9 +15,7 @@ pytest.importorskip(
 )
 from transformers import BertConfig, BertForSequenceClassification, GPT2LMHeadModel
 
-pytestmark = pytest.mark.timeout(
-    240
-)  # programs that train, on a machine that does other things as well
+pytestmark = pytest.mark.timeout(240)  # the tests train, which takes longer on a busy machine
 
 STRATEGIES = pytest.mark.parametrize(
     "strategy",
@@ -33,7 +31,7 @@ def gpt2(part):
 
 @pytest.fixture
 def bound(gpt2):
-    """Nats a byte of the best model that does not look back, on the very bytes that the example is validated on."""
+    """Nats per byte of the best model without context, on the validation bytes."""
     counts = Counter(gpt2.HelpTopics().val.pieces.flatten().tolist())
     return -sum(n / counts.total() * math.log(n / counts.total()) for n in counts.values())
 
@@ -95,8 +93,8 @@ def test_bytes_are_the_text_and_none_is_in_both_parts(gpt2):
     assert not set(train[1:-1]) & set(val[1:-1])
 
 
-def test_any_other_model_with_a_loss_of_its_own_goes_the_same_way(tmp_path):
-    """BERT decides whether a sentence begins with a token of the upper half."""
+def test_another_model_with_its_own_loss_works_in_the_same_way(tmp_path):
+    """BERT predicts if a sentence begins with a token of the upper half of the vocabulary."""
     torch.manual_seed(0)
     tokens = torch.randint(32, (256, 8))
     samples = [

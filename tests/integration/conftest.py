@@ -1,4 +1,4 @@
-"""Wheels of tests/packages/*, of core, geartrain-cli and geartrain-parallel, built and installed for real, once a session."""
+"""Wheels of core, geartrain-cli, geartrain-parallel and tests/packages/*, installed by pip."""
 
 import json
 from pathlib import Path
@@ -12,9 +12,9 @@ TARGET = Path(__file__).with_name("downhill.py")
 
 @pytest.fixture(scope="session")
 def wheels(tmp_path_factory):
-    """Wheels of core, geartrain-cli, geartrain-parallel and each of tests/packages/*, built by the ``hatchling`` that is installed here."""
+    """Build the wheels with the installed ``hatchling``, once per session."""
     folder = tmp_path_factory.mktemp("wheels")
-    # geartrain-wrong is the conformance kit's: forty strategies that nobody here asks for.
+    # geartrain-wrong belongs to the tests of the conformance kit; these tests do not need it.
     sources = [
         path.parent
         for path in sorted(PACKAGES.glob("*/pyproject.toml"))
@@ -27,13 +27,13 @@ def wheels(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def site(wheels, tmp_path_factory):
-    """A fresh environment with all of the wheels."""
+    """A new environment with all wheels."""
     return environment(tmp_path_factory.mktemp("site"), wheels)
 
 
 @pytest.fixture
 def geartrain(site, tmp_path):
-    """``geartrain("plugins")``: run the command in a folder of the test's own."""
+    """Return a function: ``geartrain("plugins")`` runs the command in the test's folder."""
 
     def run(*arguments, **env):
         return site.geartrain(*arguments, cwd=tmp_path, **env)
@@ -43,7 +43,10 @@ def geartrain(site, tmp_path):
 
 @pytest.fixture
 def fit(geartrain, tmp_path):
-    """``fit("--strategy", "polite")``: train :mod:`downhill` for one epoch, its four steps; what the run left behind."""
+    """Return a function: ``fit("--strategy", "polite")`` trains :mod:`downhill` for one epoch.
+
+    An epoch has four steps. The function returns the run's output and files.
+    """
 
     def run(*arguments, **env):
         done = geartrain("fit", TARGET, "--max-epochs", "1", "--output", "out", *arguments, **env)
@@ -55,7 +58,10 @@ def fit(geartrain, tmp_path):
 
 @pytest.fixture
 def refused(geartrain, tmp_path):
-    """``refused("--strategy", "broken_import")``: the one error of a run that was refused before anything was started."""
+    """Return a function that runs a wrong command: ``refused("--strategy", "broken_import")``.
+
+    It returns the single error, raised before anything was started.
+    """
 
     def run(*arguments, **env):
         done = geartrain("fit", TARGET, "--max-epochs", "1", "--output", "out", *arguments, **env)
@@ -70,7 +76,7 @@ def refused(geartrain, tmp_path):
 
 
 class Outcome:
-    """What a run printed and left in its folder."""
+    """The output and the folder of a run."""
 
     def __init__(self, folder, printed):
         self.printed = printed
@@ -88,5 +94,5 @@ class Outcome:
 
     @property
     def metrics(self):
-        """The last line of metrics.jsonl."""
+        """Return the last line of metrics.jsonl."""
         return json.loads((self._folder / "metrics.jsonl").read_text().splitlines()[-1])

@@ -1,6 +1,7 @@
-"""A target whose training can be done in one's head: the loss falls by 3 for each unit of ``w[0]`` and by 4 for each of ``w[1]``.
+"""A target with a known result: the loss falls by 3 per unit of ``w[0]`` and 4 per ``w[1]``.
 
-The gradient is always (-3, -4), of norm 5, so that n steps of SGD from (0, 0) end at ``lr · n · (3, 4)``.
+The gradient is always (-3, -4), with norm 5, so n steps of SGD from (0, 0) end at
+``lr · n · (3, 4)``.
 """
 
 import torch
@@ -13,7 +14,7 @@ import geartrain as gt
 class Downhill(gt.Module):
     def __init__(self, lr: float = 0.5):
         super().__init__()
-        print("the module is made")  # whoever says that nothing was started must not have made it
+        print("the module is made")  # tests that nothing was started look for this line
         self.lr = lr
         self.w = nn.Parameter(torch.zeros(2))
 

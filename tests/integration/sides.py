@@ -1,4 +1,4 @@
-"""A target that says where it was trained: which side of a plane a point lies on, with what a small real network is made of."""
+"""A small network that learns on which side of a plane a point lies; it prints its device."""
 
 import torch
 from torch import nn

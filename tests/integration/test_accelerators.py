@@ -1,4 +1,4 @@
-"""An accelerator of somebody else's, for a device that torch does not know, installed from its wheel: listed, asked, chosen, trained on."""
+"""A third party's accelerator for a device unknown to torch, installed from its wheel."""
 
 import json
 from pathlib import Path
@@ -10,12 +10,12 @@ from torch.utils import backend_registration
 TARGET = Path(__file__).with_name("sides.py")
 LOADED = {"TOY_DRIVER": "loaded"}
 REASON = "the toy driver is not loaded. Fix: set TOY_DRIVER=loaded"
-#: A machine of the tests may have a GPU, whose accelerators have a say in "auto".
+#: Hide the GPUs of this machine, whose accelerators would compete in "auto".
 NO_GPU = {"GEARTRAIN_BLOCK": "cuda,mps"}
 
 needs_a_python_backend = pytest.mark.skipif(
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
-    reason=f"torch {torch.__version__} takes no device that is written in Python",
+    reason=f"torch {torch.__version__} accepts no device written in Python",
 )
 
 
@@ -27,7 +27,7 @@ def row(done):
 
 @pytest.fixture
 def trained(site, tmp_path):
-    """``trained("auto")``: run the one script, as a user runs it; its folder and what it printed."""
+    """Return a function: ``trained("auto")`` runs the script; returns its folder and output."""
 
     def run(accelerator, *arguments, **env):
         folder = tmp_path / f"on {accelerator}"
@@ -55,7 +55,7 @@ def weights(folder):
     return torch.load(folder / "last.ckpt", weights_only=True)["model"]
 
 
-# --- listed and asked -----------------------------------------------------------------------------
+# --- listed and probed ----------------------------------------------------------------------------
 
 
 def test_listed_without_being_asked(geartrain):
@@ -91,12 +91,12 @@ def test_asking_does_not_make_the_device(site, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-# --- chosen ---------------------------------------------------------------------------------------
+# --- selected -------------------------------------------------------------------------------------
 
 
 @needs_a_python_backend
 def test_same_script_trains_on_each_with_nothing_else_changed(trained):
-    """The toy computes with the CPU's own operators: after four epochs every weight is the same, bit for bit."""
+    """The toy uses the CPU's operators: after four epochs all weights are bitwise equal."""
     cpu, printed = trained("cpu")
     assert "trained on cpu" in printed
     assert "toy" not in printed
@@ -116,7 +116,7 @@ def test_same_script_trains_on_each_with_nothing_else_changed(trained):
 
 
 @needs_a_python_backend
-def test_loss_falls_and_the_checkpoint_loads_where_there_is_no_toy(trained, geartrain):
+def test_the_loss_falls_and_the_checkpoint_loads_without_toy(trained, geartrain):
     folder, _ = trained("toy", **LOADED)
     losses = [line["loss"] for line in lines(folder) if "loss" in line]
     assert len(losses) == 4
@@ -141,7 +141,7 @@ def test_loss_falls_and_the_checkpoint_loads_where_there_is_no_toy(trained, gear
     assert accuracies["cpu"] == accuracies["toy"] > 0.9
 
 
-def test_auto_without_its_driver_takes_the_cpu_and_says_why(trained):
+def test_auto_without_its_driver_uses_the_cpu_and_reports_why(trained):
     folder, printed = trained("auto")
     assert "trained on cpu" in printed
     plan = json.loads((folder / "plan.json").read_text())
@@ -149,7 +149,7 @@ def test_auto_without_its_driver_takes_the_cpu_and_says_why(trained):
     assert plan["passed_over"]["toy-accelerator[toy]"] == f"unavailable: {REASON}"
 
 
-def test_explain_shows_who_was_chosen_and_why(geartrain):
+def test_explain_shows_the_accelerator_and_the_reason(geartrain):
     facts = json.loads(geartrain("explain", TARGET, "--json", **NO_GPU, **LOADED).stdout)
     assert facts["accelerator"]["name"] == "toy"
     assert (
@@ -157,10 +157,8 @@ def test_explain_shows_who_was_chosen_and_why(geartrain):
         == "available, but its priority 0 is not above toy's 50"
     )
     assert facts["hooks"]["setup_device"] == ["toy"]
-    assert facts["hooks"]["device_batches"] == [
-        "progress",
-        "defaults",
-    ]  # the bar counts what is evaluated
+    # The progress bar counts evaluated batches.
+    assert facts["hooks"]["device_batches"] == ["progress", "defaults"]
     table = geartrain("explain", TARGET, **NO_GPU).stdout
     line = next(line for line in table.splitlines() if "the toy driver is not loaded" in line)
     assert "toy-accelerator[toy]" in line

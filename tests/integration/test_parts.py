@@ -1,4 +1,4 @@
-"""Precisions, commands and hookspecs of other people, installed from their wheels."""
+"""Precisions, commands and hookspecs of third parties, installed from their wheels."""
 
 import json
 
@@ -39,7 +39,7 @@ def test_a_precision_does_its_work_in_every_rank(fit, strategy):
     )
 
 
-def test_explain_shows_whose_a_precision_is(geartrain):
+def test_explain_shows_the_distribution_of_a_precision(geartrain):
     done = geartrain("explain", TARGET, "--precision", "even")
     assert done.returncode == 0, done.stderr
     assert "even (even-precision 0.1.0)" in done.stdout
@@ -79,7 +79,7 @@ def test_a_package_of_hookspecs_lets_a_plugin_implement_them(fit, tmp_path):
     assert "stalled for 3" in fit("--plugin", "stall_hooks", "--plugin", "stalled.py").printed
 
 
-def test_a_plugin_whose_hook_is_brought_by_another_is_told_by_which(refused, tmp_path):
+def test_an_error_names_the_plugin_that_adds_a_missing_hook(refused, tmp_path):
     (tmp_path / "stalled.py").write_text(STALLED)
     assert (
         "select stall-hooks[stall_hooks] (--plugin stall_hooks), which brings this hook"

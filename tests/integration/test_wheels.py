@@ -1,4 +1,4 @@
-"""Plugins that pip installed from wheels: listed, chosen by name, at work, refused where they are wrong, and else out of the way."""
+"""Plugins installed by pip from wheels: listed, selected, run, refused if wrong, else unused."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 
 from .conftest import TARGET
 
-#: (kind, name) -> distribution, of all that tests/packages installs.
+#: (kind, name) -> distribution, for all packages of tests/packages.
 PLUGINS = {
     ("strategy", "polite"): "polite-strategy",
     ("plugin", "gradient_norm"): "gradient-norm",
@@ -23,7 +23,7 @@ MODULES = {distribution.replace("-", "_") for distribution in PLUGINS.values()} 
 
 
 def listed(done):
-    """The rows of ``geartrain plugins --json`` by distribution and name."""
+    """Return the rows of ``geartrain plugins --json`` by distribution and name."""
     assert done.returncode == 0, done.stderr
     return {(row["distribution"], row["name"]): row for row in json.loads(done.stdout)}
 
@@ -64,7 +64,7 @@ def test_table_has_a_line_for_each(geartrain):
         )
 
 
-def test_probe_finds_out_what_cannot_be_imported_and_goes_on(geartrain):
+def test_probe_reports_failed_imports_and_continues(geartrain):
     rows = listed(geartrain("plugins", "--probe", "--json", "--block", "gradient_norm"))
     assert rows["polite-strategy", "polite"]["state"] == "available"
     assert rows["gradient-norm", "gradient_norm"]["state"] == "blocked"
@@ -88,18 +88,21 @@ def test_listing_imports_neither_torch_nor_any_plugin(site, tmp_path):
     assert not imported & {"torch", "numpy", *MODULES}
 
 
-def test_listing_works_where_there_is_no_torch(site, tmp_path):
-    no_torch = "import sys; sys.modules['torch'] = None; from geartrain.commands import main; sys.exit(main(['plugins', '--json']))"
+def test_listing_works_without_torch(site, tmp_path):
+    no_torch = (
+        "import sys; sys.modules['torch'] = None; "
+        "from geartrain.commands import main; sys.exit(main(['plugins', '--json']))"
+    )
     assert ("polite-strategy", "polite") in listed(
         site.run(site.python, "-c", no_torch, cwd=tmp_path)
     )
 
 
-# --- chosen ---------------------------------------------------------------------------------------
+# --- selected -------------------------------------------------------------------------------------
 
 
 def test_strategy_does_its_work(fit):
-    """lr 0.5, 4 steps, gradient (3, 4), of which the strategy keeps half."""
+    """lr 0.5, 4 steps, gradient (3, 4); the strategy keeps half of it."""
     run = fit("--strategy", "polite")
     assert run.weights == [3.0, 4.0]
     assert "polite: after you" in run.printed
@@ -109,7 +112,7 @@ def test_strategy_does_its_work(fit):
 
 
 def test_strategy_and_observer_with_options_work_together(fit):
-    """The observer sees the gradients that the strategy made: 0.25 · (|3| + |4|)."""
+    """The observer sees the strategy's gradients: 0.25 · (|3| + |4|)."""
     run = fit(
         "--strategy",
         "polite",
@@ -151,10 +154,13 @@ from downhill import Downhill, FourBatches
 from geartrain.strategies import PoliteStrategy
 
 for strategy in ("polite", PoliteStrategy(scale=0.25)):
-    trainer = gt.Trainer(strategy=strategy, plugins=["gradient_norm"], max_epochs=1, enable_progress_bar=False)
+    trainer = gt.Trainer(
+        strategy=strategy, plugins=["gradient_norm"], max_epochs=1, enable_progress_bar=False
+    )
     module = Downhill()
     trainer.fit(module, FourBatches())
-    print(module.w.tolist(), trainer.callback_metrics["grad_norm"].item(), trainer.plan.strategy.label)
+    norm = trainer.callback_metrics["grad_norm"].item()
+    print(module.w.tolist(), norm, trainer.plan.strategy.label)
 """)
     done = site.run(site.warm_python, "train.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -162,7 +168,7 @@ for strategy in ("polite", PoliteStrategy(scale=0.25)):
     assert "[1.5, 2.0] 1.25 polite-strategy[polite]" in done.stdout
 
 
-def test_help_shows_the_options_of_what_is_chosen_and_only_those(geartrain):
+def test_help_shows_only_the_options_of_selected_plugins(geartrain):
     chosen = geartrain("fit", TARGET, "--strategy", "polite", "--plugin", "gradient_norm", "--help")
     assert chosen.returncode == 0
     for words in (
@@ -207,7 +213,7 @@ def reduce_gradients():
 # --- refused --------------------------------------------------------------------------------------
 
 
-#: What is chosen -> words of its error.
+#: Selected options -> words of the error.
 WRONG = [
     (
         ["--plugin", "forgetful"],
@@ -242,14 +248,14 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("chosen", "words"), WRONG, ids=[" ".join(chosen) for chosen, _ in WRONG])
-def test_what_is_chosen_and_wrong_is_one_clear_error(refused, chosen, words):
+def test_a_wrong_selected_plugin_is_one_clear_error(refused, chosen, words):
     error = refused(*chosen)
     for word in words:
         assert word in error
 
 
 def test_forgotten_wrapper_is_shown_how_to_write_it(refused):
-    """Lines that can be copied: they are what gradient-norm has."""
+    """The message has lines to copy: those of gradient-norm."""
     lines = [line.strip() for line in refused("--plugin", "forgetful").splitlines()]
     at = lines.index("@hookimpl(wrapper=True)")
     assert lines[at + 1] == "def reduce_gradients(self, run):"
@@ -272,12 +278,14 @@ def test_strategy_of_one_process_does_not_train_alone_on_several_devices(geartra
     assert "Traceback" not in done.stderr
 
 
-# --- not chosen -----------------------------------------------------------------------------------
+# --- not selected ---------------------------------------------------------------------------------
 
 
-def test_what_is_not_chosen_changes_nothing(fit):
-    """With all of them installed, two of them broken: the run that core alone would make. ``auto`` must ask the broken
-    accelerator, and says why it was passed over."""
+def test_plugins_that_are_not_selected_change_nothing(fit):
+    """With all of them installed, two of them broken, the run is that of core alone.
+
+    ``auto`` must ask the broken accelerator, and reports why it was passed over.
+    """
     run = fit()
     assert run.weights == [6.0, 8.0]
     assert (run.plan["strategy"]["name"], [plugin["name"] for plugin in run.plan["plugins"]]) == (
@@ -293,7 +301,7 @@ def test_what_is_not_chosen_changes_nothing(fit):
     assert "twin" not in run.printed
 
 
-def test_what_is_not_chosen_is_never_imported(fit, tmp_path):
+def test_plugins_that_are_not_selected_are_never_imported(fit, tmp_path):
     (tmp_path / "spy.py").write_text("""
 import sys
 from geartrain import hookimpl
@@ -307,14 +315,16 @@ def on_run_end():
         line for line in run.printed.splitlines() if line.startswith("imported:")
     ).split()
     assert MODULES & set(imported) == {"polite_strategy"}
-    assert (
-        "broken_import is imported" not in run.printed
-    )  # a failed import leaves nothing in sys.modules
+    # A failed import leaves nothing in sys.modules.
+    assert "broken_import is imported" not in run.printed
 
 
 def test_the_environment_is_the_wheels_and_not_the_checkout(site, tmp_path):
-    """Otherwise nothing above proves anything of what pip installs."""
-    places = "import geartrain, polite_strategy; print(geartrain.__file__); print(polite_strategy.__file__)"
+    """Otherwise the tests above would not test the files that pip installs."""
+    places = (
+        "import geartrain, polite_strategy; "
+        "print(geartrain.__file__); print(polite_strategy.__file__)"
+    )
     found = site.run(site.python, "-c", places, cwd=tmp_path)
     assert found.returncode == 0, found.stderr
     assert [place.startswith(str(site.bin.parent)) for place in found.stdout.splitlines()] == [

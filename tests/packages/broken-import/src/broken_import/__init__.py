@@ -1,14 +1,14 @@
-"""``--strategy broken_import``: built for a library that is not the one here, as its import finds out."""
+"""``--strategy broken_import``: its import fails, because it needs another library version."""
 
 import sys
 
 from geartrain import hookimpl
 
-print("broken_import is imported", file=sys.stderr)  # so that a test sees whether anyone tried
+print("broken_import is imported", file=sys.stderr)  # tests look for this line
 
 
 class BrokenStrategy:
-    """Nobody ever gets this class."""
+    """This class can never be imported."""
 
     @hookimpl
     def barrier(self):

@@ -1,4 +1,4 @@
-"""``--plugin forgetful``: gradient-norm without ``wrapper=True``, which would silently switch off the strategy's own reduction."""
+"""``--plugin forgetful``: gradient-norm without ``wrapper=True``; it would replace the strategy."""
 
 import torch
 
@@ -6,7 +6,7 @@ from geartrain import hookimpl
 
 
 class ForgetfulObserver:
-    """What one writes before having read about wrappers."""
+    """A typical first version, written without knowing wrappers."""
 
     @hookimpl
     def reduce_gradients(self, run):

@@ -1,4 +1,4 @@
-"""``--plugin fp16_compressor``: half the bytes between ranks, through a hook that the strategy ddp brings."""
+"""``--plugin fp16_compressor``: halve the bytes between ranks, through a hook of ddp."""
 
 import torch
 import torch.distributed as dist

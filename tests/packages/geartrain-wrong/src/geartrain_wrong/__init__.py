@@ -1,1 +1,1 @@
-"""Strategies that are wrong on purpose, each in one thing. The conformance kit must catch every one, by the cases that are about it."""
+"""Strategies with one deliberate error each. The conformance kit must catch every one."""

@@ -1,4 +1,4 @@
-"""Wrong in data, metrics and collectives."""
+"""Errors in data, metrics and collectives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _is_shuffled(loader) -> bool:
 
 
 class OneOrder(Plain):
-    """Every epoch is shuffled alike."""
+    """Every epoch has the same order."""
 
     @hookimpl
     def shard_dataloader(self, run, loader, stage):
@@ -25,7 +25,7 @@ class OneOrder(Plain):
 
 
 class SharesNothing(Plain):
-    """Every rank trains on all of a shuffled loader."""
+    """Every rank trains on the whole shuffled loader."""
 
     @hookimpl
     def shard_dataloader(self, run, loader, stage):
@@ -33,7 +33,7 @@ class SharesNothing(Plain):
 
 
 class PadsPredictions(Plain):
-    """Makes the shards of a prediction equally long."""
+    """All shards of a prediction have equal length."""
 
     @hookimpl
     def shard_dataloader(self, run, loader, stage):
@@ -44,7 +44,7 @@ class PadsPredictions(Plain):
 
 
 class DropsTails(Plain):
-    """Tests on full batches only."""
+    """Only full batches are tested."""
 
     @hookimpl
     def shard_dataloader(self, run, loader, stage):
@@ -55,7 +55,7 @@ class DropsTails(Plain):
 
 
 class CopiesTheOnlySample(Plain):
-    """A rank without samples evaluates another rank's, and counts it."""
+    """A rank without samples evaluates those of another rank, and counts them."""
 
     @hookimpl
     def shard_dataloader(self, run, loader, stage):
@@ -67,7 +67,7 @@ class CopiesTheOnlySample(Plain):
 
 
 class LeavesTheOthersWaiting(Plain):
-    """A rank that has run out of batches stops calling the module."""
+    """A rank without further batches stops calling the module."""
 
     @hookimpl
     def forward(self, run, method, args):
@@ -77,7 +77,7 @@ class LeavesTheOthersWaiting(Plain):
 
 
 class LogsItsOwn(Plain):
-    """A rank sees its own metrics only."""
+    """Each rank sees only its own metrics."""
 
     @hookimpl
     def log_sync(self, run, values):
@@ -88,7 +88,7 @@ class LogsItsOwn(Plain):
 
 
 class HidesDifferences(Plain):
-    """Takes rank 0's word for what all ranks log in training."""
+    """All ranks are assumed to log the same metrics as rank 0 in training."""
 
     @hookimpl
     def log_sync(self, run, values):
@@ -101,7 +101,7 @@ class HidesDifferences(Plain):
 
 
 class GathersBackwards(Plain):
-    """Tensors come in the wrong order."""
+    """Tensors are gathered in the wrong order."""
 
     @hookimpl
     def all_gather(self, run, tensor):
@@ -110,7 +110,7 @@ class GathersBackwards(Plain):
 
 
 class KeepsPadding(Plain):
-    """Unequal tensors come as long as the longest."""
+    """Unequal tensors are gathered with the length of the longest."""
 
     @hookimpl
     def all_gather(self, run, tensor):
@@ -123,7 +123,7 @@ class KeepsPadding(Plain):
 
 
 class BroadcastsFromRank0(Plain):
-    """Whatever ``src`` says."""
+    """``src`` is ignored."""
 
     @hookimpl
     def broadcast(self, run, obj):
@@ -131,7 +131,7 @@ class BroadcastsFromRank0(Plain):
 
 
 class PassesBarriers(Plain):
-    """Its barrier is open."""
+    """The barrier does not wait."""
 
     @hookimpl
     def barrier(self):
@@ -139,7 +139,7 @@ class PassesBarriers(Plain):
 
 
 class EvaluatesZeros(Plain):
-    """Loses the weights between ``fit`` and ``validate``."""
+    """The weights are lost between ``fit`` and ``validate``."""
 
     @hookimpl
     def wrap_model(self, run, model):

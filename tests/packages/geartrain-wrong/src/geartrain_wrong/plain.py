@@ -1,4 +1,4 @@
-"""A right strategy, plain and slow: what every wrong one is made from."""
+"""A correct strategy, simple and slow: the base of every wrong one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from geartrain.parallel import ProcessGroupStrategy
 
 
 class Plain(ProcessGroupStrategy):
-    """Averages gradients one parameter at a time, after the last backward.
+    """Average gradients one parameter at a time, after the last backward.
 
     Args:
         timeout: seconds that a rank waits for the others.
@@ -40,7 +40,7 @@ class Plain(ProcessGroupStrategy):
 
 
 def average(run, parameters: Iterable[nn.Parameter], by_users: bool = False) -> None:
-    """Make gradients the mean over ranks; where only some ranks have one, the others' are zero.
+    """Replace gradients by their mean over ranks; a missing gradient counts as zero.
 
     Args:
         by_users: divide by the number of ranks that have a gradient, which is wrong.

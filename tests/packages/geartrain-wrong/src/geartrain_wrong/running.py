@@ -1,4 +1,4 @@
-"""Wrong in how ranks are started, watched and left."""
+"""Errors in starting, watching and ending ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from geartrain_wrong.plain import Plain
 
 
 class ForgetsCounters(Plain):
-    """After ``fit`` the caller's counters are what they were before."""
+    """After ``fit`` the caller's counters have their old values."""
 
     @hookimpl
     def launch(self, run, worker):
@@ -30,7 +30,7 @@ class ForgetsCounters(Plain):
 
 
 class DropsPlugins(Plain):
-    """Plugins that were given as objects stay with rank 0."""
+    """Plugins given as objects exist only on rank 0."""
 
     @hookimpl
     def setup_process_group(self, run):
@@ -42,7 +42,7 @@ class DropsPlugins(Plain):
 
 
 class NeverAlone(Plain):
-    """Takes it that there is another rank."""
+    """A second rank is assumed to exist."""
 
     @hookimpl
     def setup_process_group(self, run):
@@ -52,7 +52,10 @@ class NeverAlone(Plain):
 
 
 class StaysInItsGroup(Plain):
-    """Never leaves its process group; the next run finds it. At exit the group is destroyed, because its threads sometimes abort."""
+    """The process group is never left, so the next run finds it.
+
+    It is destroyed at exit, because its threads sometimes abort the program.
+    """
 
     @hookimpl
     def setup_process_group(self, run):
@@ -66,11 +69,11 @@ class StaysInItsGroup(Plain):
 
 
 class Leaves(Plain):
-    """Leaves something behind.
+    """A process, a file or shared memory is left behind.
 
     Args:
         what: ``"process"``, ``"file"`` or ``"shared memory"``.
-        timeout: as for every strategy here.
+        timeout: as in every strategy here.
     """
 
     done = False
@@ -96,14 +99,14 @@ class Leaves(Plain):
 
 
 class Untyped(Plain):
-    """Nobody knows what its option is."""
+    """An option has no type annotation."""
 
     def __init__(self, depth=3, timeout: float = 60.0) -> None:
         super().__init__(timeout)
 
 
 class OneNodeOnly(Plain):
-    """Takes several nodes, and reduces within none of them."""
+    """Several nodes are accepted, but nothing is reduced between them."""
 
     @hookimpl
     def reduce_gradients(self, run):
@@ -112,7 +115,7 @@ class OneNodeOnly(Plain):
 
 
 class ListensEverywhere(Plain):
-    """Opens a port to the world."""
+    """A port is open on every network interface."""
 
     @hookimpl
     def setup_process_group(self, run):
@@ -126,7 +129,7 @@ class ListensEverywhere(Plain):
 
 
 class DiesAtOnce(Plain):
-    """A rank that fails is gone before it is torn down, and says nothing."""
+    """A failed rank exits before its teardown, without a message."""
 
     @hookimpl
     def on_exception(self):
@@ -134,7 +137,7 @@ class DiesAtOnce(Plain):
 
 
 class Swallows(Plain):
-    """An error of one rank is no reason to fail."""
+    """An error on one rank does not fail the run."""
 
     @hookimpl
     def launch(self, run, worker):
@@ -146,7 +149,7 @@ class Swallows(Plain):
 
 
 class WaitsForEver(Plain):
-    """Has an option ``timeout``, and never uses it."""
+    """The option ``timeout`` is never used."""
 
     def __init__(self, timeout: float = 60.0) -> None:
         super().__init__()

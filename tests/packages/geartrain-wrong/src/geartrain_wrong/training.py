@@ -1,4 +1,4 @@
-"""Wrong in what is trained."""
+"""Errors in training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from geartrain_wrong.plain import Plain, average
 
 
 class Sums(Plain):
-    """Sums gradients, and forgets to divide."""
+    """Gradients are summed, but not divided."""
 
     @hookimpl
     def reduce_gradients(self, run):
@@ -25,14 +25,14 @@ class Sums(Plain):
 
 
 class TrainsAlone(Plain):
-    """Joins the other ranks, and leaves each its own gradients."""
+    """The ranks are connected, but each keeps its own gradients."""
 
     @hookimpl
     def reduce_gradients(self): ...
 
 
 class SkipsTheLastBucket(Plain):
-    """Large parameters do not fit into its bucket, and stay as they are."""
+    """Parameters too large for the bucket are not reduced."""
 
     @hookimpl
     def reduce_gradients(self, run):
@@ -40,7 +40,7 @@ class SkipsTheLastBucket(Plain):
 
 
 class ForgetsEarlierMicroBatches(Plain):
-    """Its gradient buffer is cleared at each micro-batch."""
+    """The gradient buffer is cleared at each micro-batch."""
 
     @hookimpl
     @contextmanager
@@ -51,7 +51,7 @@ class ForgetsEarlierMicroBatches(Plain):
 
 
 class ClipsFirst(Plain):
-    """Each rank clips its own gradients, before they are averaged."""
+    """Each rank clips its gradients before they are averaged."""
 
     @hookimpl
     def reduce_gradients(self, run):
@@ -66,7 +66,7 @@ class ClipsFirst(Plain):
 
 
 class StepsAdamAsSGD(Plain):
-    """Knows one optimizer only."""
+    """Only one optimizer is supported."""
 
     @hookimpl
     def optimizer_step(self, run, optimizer):
@@ -81,7 +81,7 @@ class StepsAdamAsSGD(Plain):
 
 
 class FirstOptimizerOnly(Plain):
-    """Averages what the first optimizer trains."""
+    """Only parameters of the first optimizer are averaged."""
 
     @hookimpl
     def reduce_gradients(self, run):
@@ -89,7 +89,7 @@ class FirstOptimizerOnly(Plain):
 
 
 class NeedsEveryGradient(Plain):
-    """Never heard of frozen parameters."""
+    """Frozen parameters are not supported."""
 
     @hookimpl
     def reduce_gradients(self, run):
@@ -100,7 +100,7 @@ class NeedsEveryGradient(Plain):
 
 
 class DividesByUsers(Plain):
-    """A parameter that one rank of two uses gets that rank's whole gradient."""
+    """If only one of two ranks uses a parameter, its whole gradient is used."""
 
     @hookimpl
     def reduce_gradients(self, run):
@@ -108,7 +108,7 @@ class DividesByUsers(Plain):
 
 
 class SchedulesOncePerRank(Plain):
-    """Schedulers are stepped by each rank for all of them."""
+    """Each rank steps the schedulers for all ranks."""
 
     @hookimpl
     def on_step_end(self, run):
@@ -118,7 +118,7 @@ class SchedulesOncePerRank(Plain):
 
 
 class EndsWithATuple(Plain):
-    """Gives ``training_step_end`` something else than a list."""
+    """``training_step_end`` does not get a list."""
 
     @hookimpl
     def forward(self, run, method, args):
@@ -128,7 +128,7 @@ class EndsWithATuple(Plain):
 
 
 class FitsOnce(Plain):
-    """Its communication is set up for one fit."""
+    """The communication works for one fit only."""
 
     fitted = False
 
@@ -143,7 +143,7 @@ class FitsOnce(Plain):
 
 
 class KeepsBuffersApart(Plain):
-    """Broadcasts of lists are only for rank 0."""
+    """Lists are broadcast only to rank 0."""
 
     @hookimpl
     def broadcast(self, run, obj, src):
@@ -155,7 +155,7 @@ class KeepsBuffersApart(Plain):
 
 
 class StartsApart(Plain):
-    """Trusts that every rank made the same weights."""
+    """All ranks are assumed to make the same weights."""
 
     @hookimpl
     def wrap_model(self, run, model):
@@ -163,7 +163,7 @@ class StartsApart(Plain):
 
 
 class Drifts(Plain):
-    """Adds the last digit's noise, another on each rank."""
+    """Noise in the last digit, different on each rank."""
 
     @hookimpl
     def on_step_end(self, run):
@@ -173,7 +173,7 @@ class Drifts(Plain):
 
 
 class ReducesEveryMicroBatch(Plain):
-    """As many reductions as micro-batches; the result is right."""
+    """One reduction per micro-batch; the result is correct."""
 
     @hookimpl
     @contextmanager

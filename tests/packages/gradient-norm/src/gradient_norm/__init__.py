@@ -1,4 +1,4 @@
-"""``--plugin gradient_norm``: logs the norm of the gradients as ``grad_norm``."""
+"""``--plugin gradient_norm``: log the norm of the gradients as ``grad_norm``."""
 
 import torch
 
@@ -6,7 +6,7 @@ from geartrain import hookimpl
 
 
 class GradientNorm:
-    """Measures the gradients as the optimizer will see them: after the strategy reduced them.
+    """Measure the gradients that the optimizer will use, after the strategy reduced them.
 
     Args:
         norm_type: 2 for the Euclidean norm, 1 for the sum of magnitudes.

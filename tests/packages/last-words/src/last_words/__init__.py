@@ -1,4 +1,4 @@
-"""``geartrain last-words RUN``: the whole of a command."""
+"""``geartrain last-words RUN``: a complete command."""
 
 import json
 from pathlib import Path

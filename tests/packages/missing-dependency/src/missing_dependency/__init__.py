@@ -1,4 +1,4 @@
-"""``--accelerator missing_dependency``: needs a vendor's runtime that pip did not bring."""
+"""``--accelerator missing_dependency``: it needs a vendor's runtime that is not installed."""
 
 import geartrain_test_absent_runtime as runtime
 

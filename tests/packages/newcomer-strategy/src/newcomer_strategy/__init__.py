@@ -1,4 +1,4 @@
-"""``--strategy newcomer --devices 2``: trains on several processes with two hooks."""
+"""``--strategy newcomer --devices 2``: train on several processes with only two hooks."""
 
 import torch.distributed as dist
 

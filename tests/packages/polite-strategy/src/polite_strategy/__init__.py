@@ -1,10 +1,10 @@
-"""``--strategy polite``: trains in one process, and takes no more than its share of each gradient."""
+"""``--strategy polite``: train in one process and use only a part of each gradient."""
 
 from geartrain import hookimpl
 
 
 class PoliteStrategy:
-    """Every hook that is not here stays core's default.
+    """A strategy with one hook; core's defaults implement the others.
 
     Args:
         scale: the part of each gradient to keep.

@@ -1,4 +1,4 @@
-"""``--plugin stall_hooks``: lets other plugins implement ``on_stall``."""
+"""``--plugin stall_hooks``: let other plugins implement ``on_stall``."""
 
 from stall_hooks import hookspecs
 

@@ -1,8 +1,8 @@
-"""The hook that this package brings."""
+"""The hook that this package adds."""
 
 from geartrain import hookspec
 
 
 @hookspec
 def on_stall(run, epochs):
-    """The loss has not fallen for some epochs."""
+    """Called if the loss has not fallen for some epochs."""

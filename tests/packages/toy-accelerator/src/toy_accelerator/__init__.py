@@ -8,10 +8,10 @@ from geartrain import hookimpl
 
 
 class ToyAccelerator:
-    """Trains on toy:0.
+    """Train on toy:0.
 
     Args:
-        loud: say how many operators the device has run.
+        loud: print how many operators the device has run.
     """
 
     priority = 50
@@ -31,9 +31,8 @@ class ToyAccelerator:
 
     @hookimpl
     def setup_device(self, run):
-        from toy_accelerator import (
-            device,
-        )  # makes "toy" a device of this process: only where it was chosen
+        # Imported here, because it makes "toy" a torch device in this process.
+        from toy_accelerator import device
 
         self.device = device
         return torch.device("toy", run.plan.devices[0])

@@ -1,7 +1,8 @@
-"""Makes ``toy`` a device of torch, from Python alone.
+"""Add ``toy`` as a torch device, in Python alone.
 
-torch keeps one device type free for backends outside of it, PrivateUse1. A tensor on it is here a wrapper around one on the CPU;
-``__torch_dispatch__`` runs every operator on what is wrapped, as https://github.com/albanD/subclass_zoo/blob/main/new_device.py does.
+torch reserves one device type, PrivateUse1, for external backends. Here a tensor on it wraps a CPU
+tensor; ``__torch_dispatch__`` runs every operator on the wrapped tensor.
+Source: https://github.com/albanD/subclass_zoo/blob/main/new_device.py.
 """
 
 import torch
@@ -15,7 +16,7 @@ _setup_privateuseone_for_python_backend("toy")
 class ToyTensor(torch.Tensor):
     """A tensor on toy:0."""
 
-    #: How many were run on the device.
+    #: The number of operators run on the device.
     operators = 0
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -35,9 +36,8 @@ class ToyTensor(torch.Tensor):
         return f"{self.on_cpu!r} on toy:0"
 
     def __reduce_ex__(self, protocol):
-        return self.on_cpu.detach().__reduce_ex__(
-            protocol
-        )  # a checkpoint loads where there is no toy
+        # A CPU tensor, so that a checkpoint loads on machines without toy.
+        return self.on_cpu.detach().__reduce_ex__(protocol)
 
     @classmethod
     def __torch_dispatch__(cls, operator, types, args=(), kwargs=None):
@@ -58,7 +58,7 @@ class ToyTensor(torch.Tensor):
         if "device" in kwargs:
             kwargs["device"] = "cpu"
         result = operator(*unwrapped(args), **unwrapped(kwargs))
-        # What an operator changed in place is the tensor that it was given.
+        # An operator that works in place returns the tensor that it was given.
         given = {id(t.on_cpu): t for t in tensors if isinstance(t, cls)}
         return tree_map_only(
             torch.Tensor, lambda t: given.get(id(t)) if id(t) in given else cls(t), result
@@ -70,14 +70,14 @@ def unwrapped(tree):
 
 
 def copied_to(device, tensor, kwargs):
-    """``tensor.to(device)`` from the CPU, to it, or within toy."""
+    """Implement ``tensor.to(device)`` from the CPU, to the CPU, or within toy."""
     copy = aten._to_copy.default(unwrapped(tensor), **kwargs)
     return ToyTensor(copy) if device.type == "toy" else copy
 
 
-# --- operators that no tensor on toy takes part in, so that __torch_dispatch__ is not asked -------
+# --- operators without a toy tensor, for which __torch_dispatch__ is not called -------------------
 
-library = torch.library.Library("aten", "IMPL")  # what is registered lives as long as this object
+library = torch.library.Library("aten", "IMPL")  # registrations live as long as this object
 
 
 @torch.library.impl(library, "empty.memory_format", "PrivateUse1")

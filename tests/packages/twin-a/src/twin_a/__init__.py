@@ -1,10 +1,10 @@
-"""``--plugin twin``: there are two of them."""
+"""``--plugin twin``: two packages have this name."""
 
 from geartrain import hookimpl
 
 
 class Twin:
-    """The one from twin-a."""
+    """The twin of twin-a."""
 
     @hookimpl
     def on_run_start(self):

@@ -1,10 +1,10 @@
-"""``--plugin twin``: there are two of them."""
+"""``--plugin twin``: two packages have this name."""
 
 from geartrain import hookimpl
 
 
 class Twin:
-    """The one from twin-b."""
+    """The twin of twin-b."""
 
     @hookimpl
     def on_run_start(self):

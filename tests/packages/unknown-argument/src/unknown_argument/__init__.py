@@ -4,7 +4,7 @@ from geartrain import hookimpl
 
 
 class UnknownArgument:
-    """Counts samples, or so its author thinks."""
+    """Count samples; but the hook is never called."""
 
     def __init__(self) -> None:
         self.samples = 0

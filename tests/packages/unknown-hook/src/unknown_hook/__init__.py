@@ -4,7 +4,7 @@ from geartrain import hookimpl
 
 
 class UnknownHook:
-    """Counts steps, or so its author thinks."""
+    """Count steps; but the hook is never called."""
 
     def __init__(self) -> None:
         self.steps = 0
