@@ -258,7 +258,7 @@ def test_a_lost_instance(machine):
 def test_nothing_that_nvml_does_makes_it_raise(machine, monkeypatch):
     fake = machine(1)
     monkeypatch.setattr(fake, "nvmlDeviceGetMemoryInfo", lambda *arguments, **more: "nonsense")
-    assert "NVML gave what it should not" in problems()[0]
+    assert "NVML returned an unexpected value" in problems()[0]
     for name in [
         name
         for name in dir(fake)

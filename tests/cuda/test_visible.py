@@ -187,7 +187,7 @@ def test_mig(variable, new, old):
 
 
 def test_an_old_driver_says_what_it_hides():
-    assert "one MIG instance, and no GPU beside it" in shown(None, fake=mig(OLD))[1]
+    assert "only one MIG instance, and no other GPU" in shown(None, fake=mig(OLD))[1]
     assert "Fix: " in shown("MIG-aabb,MIG-aaaa", fake=mig(OLD))[1]
     assert shown(None, fake=mig(NEW))[1] is None
     assert shown("MIG-aabb", fake=mig(OLD))[1] is None

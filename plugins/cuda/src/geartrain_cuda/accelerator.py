@@ -22,23 +22,31 @@ _PRECISIONS = ("highest", "high", "medium")
 
 
 class CUDAAccelerator:
-    """Trains on NVIDIA GPUs (and on AMD's, with a ROCm build of torch).
+    """Train on NVIDIA GPUs, or on AMD GPUs with a ROCm build of torch.
 
     Args:
-        auto_select: let ``devices=2`` take the first two GPUs that no other process occupies, and ``devices="auto"`` all of those;
-            a list of indices stays as it is given.
-        matmul_precision: float32 matrix products: ``"highest"`` computes in float32, ``"high"`` may use TF32, ``"medium"`` bfloat16;
-            ``None`` leaves torch's setting. It is ``torch.set_float32_matmul_precision``, and says nothing of convolutions.
-        cudnn_allow_tf32: let cuDNN's convolutions and RNNs use TF32; torch's own default is true, ``None`` leaves it.
-        cudnn_benchmark: let cuDNN time its algorithms for each new input shape; pays where shapes stay the same.
-        cudnn_deterministic: only cuDNN's deterministic algorithms; ``Trainer(deterministic=True)`` asks for more than this.
-        pin_memory: copy batches to pinned memory before they go to the GPU, where the loader has not; without it the CPU waits for each
-            copy.
-        prefetch: batches that are copied to the GPU ahead of the step, each of which takes its memory; 0 copies when the step is due.
-            Nothing is read ahead of a batch that is on the GPU already, which the loader may fill again.
+        auto_select: if True, ``devices=2`` takes the first two GPUs that no other process occupies,
+            and ``devices="auto"`` takes all such GPUs. A list of indices is used as it is.
+        matmul_precision: precision of float32 matrix products: ``"highest"`` computes in float32,
+            ``"high"`` may use TF32, ``"medium"`` bfloat16, ``None`` keeps torch's setting. It is
+            ``torch.set_float32_matmul_precision``, which does not affect convolutions.
+        cudnn_allow_tf32: if True, cuDNN's convolutions and RNNs may use TF32. torch's default is
+            True; ``None`` keeps torch's setting.
+        cudnn_benchmark: if True, cuDNN times its algorithms for each new input shape. This helps if
+            the shapes rarely change. ``None`` keeps torch's setting.
+        cudnn_deterministic: if True, cuDNN uses only deterministic algorithms. ``None`` keeps
+            torch's setting. ``Trainer(deterministic=True)`` covers more than cuDNN.
+        pin_memory: if True, copy batches to pinned memory before the copy to the GPU, unless the
+            loader has pinned them. If False, the CPU waits for each copy.
+        prefetch: number of batches that are copied to the GPU before their step. Each takes memory
+            of the GPU. 0 copies a batch when its step starts. If a loader returns batches that are
+            on the GPU already, no batch is read ahead, because the loader may reuse their memory.
 
     Raises:
-        UsageError: an option that means nothing.
+        UsageError: an option has an invalid value.
+
+    Source:
+        https://docs.pytorch.org/docs/stable/notes/cuda.html
     """
 
     #: tpu 40, cuda 30, mps 20, cpu 0.
@@ -56,7 +64,8 @@ class CUDAAccelerator:
     ) -> None:
         if matmul_precision not in (None, *_PRECISIONS):
             raise UsageError(
-                f"matmul_precision={matmul_precision!r}. Fix: one of {', '.join(_PRECISIONS)}"
+                f"matmul_precision={matmul_precision!r} is unknown. "
+                f"Fix: use one of {', '.join(_PRECISIONS)}"
             )
         if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
             raise UsageError(
@@ -73,19 +82,22 @@ class CUDAAccelerator:
         self._stats = Stats()
         self._prefetcher: Prefetcher | None = None
         self._device: torch.device | None = None
-        #: The current device before the run; ``None`` where CUDA was not in use.
+        #: The current device before the run; ``None`` if CUDA was not in use.
         self._device_before: int | None = None
 
-    # --- before any run: none of these makes a context -------------------------------------------------------------------
+    # --- before a run: none of these creates a context --------------------------------------------
 
     @staticmethod
     def unavailable() -> str | None:
-        """Why cuda cannot serve here, or ``None`` when it can."""
+        """Return the reason why cuda cannot be used here, or ``None``."""
         return no_gpu()
 
     @staticmethod
     def device_count() -> int:
-        """GPUs that CUDA shows this process, as NVML and ``CUDA_VISIBLE_DEVICES`` tell; without NVML, torch in another process."""
+        """Return the number of GPUs that CUDA shows this process.
+
+        NVML and ``CUDA_VISIBLE_DEVICES`` decide. Without NVML, torch counts in another process.
+        """
         if torch.version.hip is None:
             try:
                 with session() as nvml:
@@ -96,14 +108,21 @@ class CUDAAccelerator:
 
     @staticmethod
     def diagnose() -> dict[str, Any]:
-        """What ``geartrain doctor`` shows; never raises and makes no context. See :func:`geartrain_cuda.diagnose.diagnose`."""
+        """Return the report for ``geartrain doctor``: see :func:`geartrain_cuda.diagnose.diagnose`.
+
+        It never raises and creates no CUDA context.
+        """
         return diagnose()
 
     def select_devices(self, devices: Any, indices: Sequence[int]) -> list[int]:
-        """The GPUs to take for ``devices=``, which the grammar has read as ``indices``.
+        """Return the indices of the GPUs for a run.
+
+        Args:
+            devices: the value of ``devices=``.
+            indices: the indices that core has read from it.
 
         Raises:
-            UsageError: ``auto_select`` finds too few free ones.
+            UsageError: ``auto_select`` finds too few free GPUs.
         """
         counted = isinstance(devices, int) or (isinstance(devices, str) and "," not in devices)
         if not self.auto_select or not counted:
@@ -111,28 +130,35 @@ class CUDAAccelerator:
         every = devices == -1 or (isinstance(devices, str) and devices.strip() in ("auto", "-1"))
         try:
             found = find_usable_cuda_devices(-1 if every else len(indices))
-            return found or find_usable_cuda_devices(1)  # none is free: this one says why
+            return found or find_usable_cuda_devices(1)  # if no GPU is free, this raises the reason
         except (ValueError, RuntimeError) as error:
             raise UsageError(f"{LABEL}: auto_select: {error}") from error
 
     @hookimpl
     def check_plan(self, plan: Plan) -> None:
-        """Refuse more processes than there are GPUs for, and settings that contradict each other or what the program has set."""
+        """Refuse too many processes for the GPUs, and contradictory settings.
+
+        Raises:
+            UsageError: there are too few GPUs, two options contradict each other, or a setting
+                contradicts one that the program has set.
+        """
         layout = plan.layout
         needed = (layout.processes_per_node or 1) * layout.devices_per_process
         if needed > len(plan.devices):
             raise UsageError(
-                f"{plan.strategy.label} plans {layout.processes_per_node or 1} processes of {layout.devices_per_process} GPUs each on "
-                f"every node, and devices={list(plan.devices)} are {len(plan.devices)}. Fix: --devices {needed}"
+                f"{plan.strategy.label} plans {layout.processes_per_node or 1} processes of "
+                f"{layout.devices_per_process} GPUs each on every node, but "
+                f"devices={list(plan.devices)} are {len(plan.devices)}. Fix: --devices {needed}"
             )
         if plan.options.deterministic and self._benchmarks:
             raise UsageError(
-                f"{plan.accelerator.label}: cudnn_benchmark=True chooses algorithms by their time, and "
-                f"deterministic={plan.options.deterministic!r} asks for the same ones in every run. Fix: leave one of them out"
+                f"{plan.accelerator.label}: cudnn_benchmark=True chooses algorithms by their time, "
+                f"but deterministic={plan.options.deterministic!r} requires the same algorithms in "
+                "every run. Fix: leave one of them out"
             )
         self._settings.check()
 
-    # --- in each process -------------------------------------------------------------------------------------------------
+    # --- in each process --------------------------------------------------------------------------
 
     @hookimpl
     def setup_device(self, run: Run, local_rank: int) -> torch.device:
@@ -140,14 +166,15 @@ class CUDAAccelerator:
         indices = run.plan.devices[local_rank * each : (local_rank + 1) * each]
         if len(indices) < each:
             raise TrainingError(
-                f"{run.plan.accelerator.label}: local rank {local_rank} has no GPU: the plan's devices are {list(run.plan.devices)}, "
-                f"{each} for each process. Fix: start no more than {len(run.plan.devices) // each} processes on this node"
+                f"{run.plan.accelerator.label}: local rank {local_rank} has no GPU: the plan's "
+                f"devices are {list(run.plan.devices)}, {each} for each process. "
+                f"Fix: start at most {len(run.plan.devices) // each} processes on this node"
             )
         self._settings.apply()
-        self._stats = Stats()  # its counters are this run's
+        self._stats = Stats()  # with the counters of this run
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._device_before = torch.cuda.current_device()
-        for index in reversed(indices):  # the first stays the current one
+        for index in reversed(indices):  # the first index becomes the current device
             _occupy(run.plan.accelerator.label, index)
         self._device = torch.device("cuda", indices[0])
         if local_rank == 0:
@@ -157,11 +184,9 @@ class CUDAAccelerator:
 
     @hookimpl
     def device_batches(self, run: Run, loader: Iterable[Any], stage: str) -> Iterator[Any]:
-        return (
-            Through(iter(loader), loader, run.to_device)
-            if self._prefetcher is None
-            else self._prefetcher.batches(run, loader, stage)
-        )
+        if self._prefetcher is None:
+            return Through(iter(loader), loader, run.to_device)
+        return self._prefetcher.batches(run, loader, stage)
 
     @hookimpl
     def device_stats(self, run: Run) -> dict[str, float] | None:
@@ -173,7 +198,7 @@ class CUDAAccelerator:
         before, self._device_before = self._device_before, None
         try:
             if device is not None:
-                # The CPU waits for the GPU here: an error of the last steps is this run's, and must not surface in the next one's.
+                # Wait for the GPU: an error of the last steps must not be raised in the next run.
                 torch.cuda.synchronize(device)
                 torch.cuda.empty_cache()
         finally:
@@ -183,30 +208,32 @@ class CUDAAccelerator:
 
 
 def _warn_of_emulation(plan: Plan) -> None:
-    """Say once for a node which of its GPUs have no bfloat16 in hardware: torch computes it on them all the same, in other ways."""
+    """Warn of this node's GPUs without bfloat16 in hardware, on which torch emulates it."""
     if not plan.precision.name.startswith("bf16") or torch.version.hip is not None:
         return
     found = {}
     for index in plan.devices:
         gpu = torch.cuda.get_device_properties(index)
-        if (
-            gpu.major < 8
-        ):  # as torch.cuda.is_bf16_supported(including_emulation=False), which asks the current one
+        # As torch.cuda.is_bf16_supported(including_emulation=False), which checks the current
+        # device.
+        if gpu.major < 8:
             found[index] = gpu.name
     if found:
         names = ", ".join(f"cuda:{index} ({name})" for index, name in found.items())
         warnings.warn(
-            f"{plan.accelerator.label}: precision {plan.precision.name} is emulated, without a gain in speed, on {names}: bfloat16 needs "
-            "compute capability 8.0. Fix: --precision 16-mixed",
+            f"{plan.accelerator.label}: precision {plan.precision.name} is emulated, without a "
+            f"gain in speed, on {names}: bfloat16 needs compute capability 8.0. "
+            "Fix: --precision 16-mixed",
             stacklevel=2,
         )
 
 
 def _occupy(label: str, index: int) -> None:
-    """Make a context on a GPU, and it the current one.
+    """Create a context on a GPU, and make it the current device.
 
     Raises:
-        TrainingError: it is not there, or takes no context: it is in use in exclusive mode, full, or lost.
+        TrainingError: the GPU does not exist, or accepts no context, because another process uses
+            it in exclusive mode, its memory is full, or it is lost.
     """
     try:
         torch.cuda.set_device(index)
@@ -214,18 +241,12 @@ def _occupy(label: str, index: int) -> None:
     except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
         seen = next((item for item in look() if item.index == index), None)
         if seen is None:
-            what, fix = (
-                f"there is no GPU {index}; {CUDAAccelerator.device_count()} are visible",
-                "give devices= that are",
-            )
+            problem = f"there is no GPU {index}; {CUDAAccelerator.device_count()} are visible"
+            fix = "choose visible devices="
+        elif seen.taken:
+            problem = f"{seen.name} cannot be used, taken by {seen.taken}"
+            fix = "end those processes, use other devices=, or --accelerator.auto_select true"
         else:
-            what = f"{seen.name} cannot be used" + (
-                f", taken by {seen.taken}" if seen.taken else ""
-            )
-            fix = (
-                "end those processes, take other devices=, or --accelerator.auto_select true"
-                if seen.taken
-                else "geartrain doctor"
-            )
+            problem, fix = f"{seen.name} cannot be used", "run geartrain doctor"
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise TrainingError(f"{label}: {what}: {reason}. Fix: {fix}") from error
+        raise TrainingError(f"{label}: {problem}: {reason}. Fix: {fix}") from error

@@ -1,18 +1,28 @@
-"""Batches copied to the GPU ahead of the step that needs them, on a stream of their own, so that copies and steps run side by side.
+"""Copy batches to the GPU before the step that needs them, on a side stream, in parallel to steps.
 
-Each ``next()`` goes: read, pin and copy the batch that lies ``prefetch`` ahead, on the side stream, which first waits for the work that
-is queued for the GPU; make the compute stream wait for the copy that is due; give that batch. Nothing here makes the CPU wait for the
-GPU, except a copy from memory that is not pinned, and an object whose ``.to(device)`` waits.
+Each ``next()`` does the following:
 
-Why the memory is safe without ``record_stream``, whatever a batch is made of: copies are allocated from the side stream's pool, to which
-a batch's memory returns when its last reference goes, although steps that read it may still be queued. The pool gives it out again only
-to allocations on the side stream, all of which happen here, each after the side stream was told to wait for every step queued until
-then: before the new copy is written, whoever read the old one is done. Several iterators at once (validation inside an epoch) share the
-stream and the rule. https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams
+1. Read, pin and copy the batch that is ``prefetch`` batches ahead, on the side stream. This stream
+   first waits for the work that is queued for the GPU.
+2. Make the compute stream wait for the copy of the next batch.
+3. Return that batch.
 
-Why a loader may refill the memory that it gave: the next batch is read before the step of this one, so nothing of this one may still be
-read from that memory then. Pageable memory has been read when the copy is queued. What the loader has pinned itself is copied once more,
-by the CPU, see :meth:`Prefetcher.pin`. What is on this GPU already is not copied at all: nothing is read ahead of it, see :func:`stays`.
+The CPU waits for the GPU only for a copy from memory that is not pinned, and for an object whose
+``.to(device)`` waits.
+
+Why the memory is safe without ``record_stream``, for batches of any type: copies are allocated from
+the side stream's pool. The memory returns to this pool when the last reference to the batch is
+dropped, although steps that read it may still be queued. The pool reuses it only for allocations on
+the side stream. All of them happen here, each after the side stream waits for every queued step. So
+before a new copy is written, all readers of the old copy are done. Several iterators at the same
+time (validation inside an epoch) share the stream and this rule.
+https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams
+
+Why a loader may reuse the memory of a batch: the next batch is read before the step of this one, so
+all reads from this batch's memory must be done by then. Pageable memory has been read when the copy
+is queued. Memory that the loader has pinned itself is copied once more, by the CPU, see
+:meth:`Prefetcher.pin`. A batch that is on this GPU already is not copied; no batch is read ahead of
+it, see :func:`stays`.
 """
 
 from __future__ import annotations
@@ -29,36 +39,38 @@ from torch.utils.data import DataLoader
 from geartrain import Run
 from geartrain.plugin_api import Through, map_nested, map_tensors, move, overridden
 
-#: What errors say of pinned memory that the system does not give: cudaErrorMemoryAllocation, cudaErrorOperatingSystem (locking was
-#: refused), and torch's CPU allocator. https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html
+#: Texts of errors if the system has no more pinned memory: cudaErrorMemoryAllocation,
+#: cudaErrorOperatingSystem (locking was refused), and torch's CPU allocator.
+#: https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html
 _NO_MEMORY = ("out of memory", "OS call failed", "can't allocate memory", "not enough memory")
 
 
 class Prefetcher:
-    """Gives batches on one GPU, for a whole run.
+    """Copies batches to one GPU, for a whole run.
 
     Args:
-        device: where batches go.
-        prefetch: how many batches are copied ahead; with 0 each is copied when it is due, on the stream that the step uses.
-        pins: whether to copy what lies in pageable memory to pinned memory first; a copy from pageable memory makes the CPU wait until
-            the GPU has done everything before it.
+        device: the GPU.
+        prefetch: number of batches that are copied ahead. With 0, each batch is copied when its
+            step starts, on the stream of the step.
+        pins: if True, copy batches from pageable to pinned memory first. A copy from pageable
+            memory makes the CPU wait until the GPU has done all earlier work.
     """
 
     def __init__(self, device: torch.device, prefetch: int, pins: bool) -> None:
         self.device, self.prefetch, self._pins = device, prefetch, pins
         if prefetch:
-            # One for the whole run: each stream has a memory pool of its own, which keeps what it once took.
+            # One for the whole run: each stream has its own memory pool, which keeps its memory.
             self.side: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def batches(self, run: Run, loader: Iterable[Any], stage: str) -> Iterator[Any]:
-        """What the hook ``device_batches`` returns."""
+        """Return the batches of a loader on the GPU, for the hook ``device_batches``."""
         if overridden(run.module, "transfer_batch_to_device"):
-            # It may do anything with the batch and the GPU: nothing of it may come early.
+            # It may do anything with the batch and the GPU, so it must not run early.
             return Through(iter(loader), loader, run.to_device)
         index = 0 if stage == "train" else run.dataloader_idx
         if self.prefetch:
             return Ahead(self, run, loader, index, most(run, stage, index))
-        module, fresh = run.module, pins_anew(loader)
+        module, fresh = run.module, pins_new_memory(loader)
 
         def when_due(batch: Any) -> Any:
             source = self.pin(module.on_before_batch_transfer(batch, index), fresh)
@@ -67,15 +79,18 @@ class Prefetcher:
         return Through(iter(loader), loader, when_due)
 
     def pin(self, data: Any, fresh: bool) -> Any:
-        """The batch in pinned memory, as far as it can be. A tensor's pinned memory is reused only after copies from it are done: torch
-        watches those.
+        """Return the batch in pinned memory, as far as it can be pinned.
+
+        torch reuses a tensor's pinned memory only after all copies from it are done.
 
         Args:
-            fresh: whether what is pinned already may be used as it is. A loader that fills the same pinned memory again would overwrite it
-                before the GPU has copied it: torch cannot watch that.
+            data: the batch.
+            fresh: if True, use tensors that are pinned already. If False, copy them: a loader that
+                fills the same pinned memory again could overwrite it before the GPU has copied it,
+                and torch cannot prevent that.
 
         Raises:
-            RuntimeError: it cannot be pinned, for another reason than a lack of such memory.
+            RuntimeError: the batch cannot be pinned, for another reason than a lack of memory.
         """
         if self._pins:
             try:
@@ -85,23 +100,22 @@ class Prefetcher:
                     raise
                 self._pins = False
                 warnings.warn(
-                    f"batches cannot be pinned, so the CPU waits for each copy to the GPU: {str(error).splitlines()[0]}. "
-                    "Fix: more locked memory (ulimit -l, a container's limits), or --accelerator.pin_memory false",
+                    "batches cannot be pinned, so the CPU waits for each copy to the GPU: "
+                    f"{str(error).splitlines()[0]}. Fix: more locked memory (ulimit -l, a "
+                    "container's limits), or --accelerator.pin_memory false",
                     stacklevel=2,
                 )
-        return (
-            data
-            if fresh
-            else map_tensors(data, lambda tensor: tensor.clone() if tensor.is_pinned() else tensor)
-        )
+        if fresh:
+            return data
+        return map_tensors(data, lambda tensor: tensor.clone() if tensor.is_pinned() else tensor)
 
 
 @dataclass(slots=True)
 class _Copy:
-    """A batch on its way."""
+    """A batch that is being copied."""
 
-    #: The batch as it was. Kept until the compute stream waits for the copy: memory of the GPU in it belongs to the compute stream's
-    #: pool, which may give it out again from then on only.
+    #: The batch before the copy. Kept until the compute stream waits for the copy: its memory on
+    #: the GPU belongs to the compute stream's pool, which may reuse it only after that.
     source: Any
     batch: Any
     #: Recorded on the side stream after the copy.
@@ -109,24 +123,24 @@ class _Copy:
 
 
 class Ahead:
-    """One pass over a loader.
+    """One pass over a loader, with batches copied ahead.
 
     Args:
-        index: the loader's, for the module's transfer hooks.
-        most: batches that will be asked for; no more are read, because a generator of the user's own goes on in the next epoch.
+        prefetcher: the run's prefetcher.
+        run: the run.
+        loader: the loader.
+        index: the loader's index, for the module's transfer hooks.
+        most: number of batches that the loop will use. No more are read, because a user's generator
+            continues in the next epoch.
     """
 
     def __init__(
         self, prefetcher: Prefetcher, run: Run, loader: Iterable[Any], index: int, most: int | None
     ) -> None:
-        self._prefetcher, self._module, self._index, self._left = (
-            prefetcher,
-            run.module,
-            index,
-            most,
-        )
+        self._prefetcher, self._module = prefetcher, run.module
+        self._index, self._left = index, most
         self._iterator: Iterator[Any] | None = iter(loader)
-        self._ahead, self._fresh = prefetcher.prefetch, pins_anew(loader)
+        self._ahead, self._fresh = prefetcher.prefetch, pins_new_memory(loader)
         self._copies: deque[_Copy] = deque()
         self._failure: Exception | None = None
 
@@ -138,7 +152,7 @@ class Ahead:
         while self._iterator is not None and len(self._copies) <= self._ahead:
             try:
                 self._read_one(compute)
-            except Exception as error:  # the batches before it are still to be given: it surfaces where the plain loop has it
+            except Exception as error:  # raised after the earlier batches, as without prefetch
                 self._failure, self._iterator = error, None
         if self._copies:
             return self._due(compute)
@@ -148,63 +162,73 @@ class Ahead:
         raise StopIteration
 
     def close(self) -> None:
-        """Let go of what was read ahead. Its copies may still run: their memory goes back to the side stream's pool, where the next copy
-        comes after them in the stream's own order, so nothing has to be waited for."""
+        """Drop the batches that were read ahead.
+
+        Their copies may still run. This needs no wait: the memory returns to the side stream's
+        pool, and the next copy on that stream starts after them.
+        """
         self._iterator = self._failure = None
         self._copies.clear()
 
     def _read_one(self, compute: torch.cuda.Stream) -> None:
-        """Queue the copy of the next batch, if there is one; the CPU goes on at once where its memory is pinned."""
+        """Queue the copy of the next batch, if any. The CPU does not wait for pinned memory."""
         assert self._iterator is not None
         if self._left == 0:
             self._iterator = None
             return
         try:
-            # On the compute stream, as everything of the user's. What a loader does on the GPU for this batch is queued before the steps
-            # of those ahead of it, which is why a batch that the copy leaves where it is ends reading ahead.
+            # On the compute stream, as all of the user's code. The loader's GPU work for this batch
+            # is queued before the steps of earlier batches. This is why reading ahead ends with a
+            # batch that is on the GPU already.
             source = next(self._iterator)
         except StopIteration:
             self._iterator = None
             return
         self._left = None if self._left is None else self._left - 1
-        source = self._prefetcher.pin(
-            self._module.on_before_batch_transfer(source, self._index), self._fresh
-        )
+        source = self._module.on_before_batch_transfer(source, self._index)
+        source = self._prefetcher.pin(source, self._fresh)
         side = self._prefetcher.side
-        # The copy starts when everything queued so far is done, which is what makes its memory safe to write, see above, and a source
-        # on the GPU safe to read. The step that comes next is queued after this: the copy runs beside it.
+        # The copy starts when all queued work is done. This makes its memory safe to write (see the
+        # module's docstring), and a source on the GPU safe to read. The next step is queued after
+        # this, so the copy runs in parallel to it.
         side.wait_stream(compute)
         with torch.cuda.stream(side):
             batch = move(source, self._prefetcher.device)
             self._copies.append(_Copy(source, batch, side.record_event()))
         if stays(source, batch):
-            self._ahead = (
-                0  # its step is queued before the loader goes on, here and with all batches to come
-            )
+            # From now on, each step is queued before the loader continues.
+            self._ahead = 0
 
     def _due(self, compute: torch.cuda.Stream) -> Any:
-        """The oldest copy; nothing here keeps it, so that its memory is free for another copy as soon as the loop has let it go."""
+        """Return the oldest copy. Keep no reference to it, so that the loop can free its memory."""
         due = self._copies.popleft()
-        # The GPU's compute stream waits here, not the CPU; with a prefetch of 1 the copy ran beside the step before.
+        # The compute stream waits here, not the CPU. With prefetch=1 the copy ran in parallel to
+        # the previous step.
         compute.wait_event(due.done)
-        # When the batch is due and on the compute stream: this may read buffers that training changes.
+        # Only now, and on the compute stream: this hook may read buffers that training changes.
         return self._module.on_after_batch_transfer(due.batch, self._index)
 
 
-def pins_anew(loader: Iterable[Any]) -> bool:
-    """Whether what a loader pins is not filled again while it is in use: torch's own takes new pinned memory for each batch."""
+def pins_new_memory(loader: Iterable[Any]) -> bool:
+    """True if a loader uses new pinned memory for each batch, as torch's loader does."""
     return isinstance(loader, DataLoader) and loader.pin_memory
 
 
 def pinned(data: Any, fresh: bool = True) -> Any:
-    """``data`` with every strided CPU tensor, and everything else that has ``pin_memory()``, in pinned memory. What cannot be pinned
-    (its ``pin_memory()`` is not implemented) stays as it is.
+    """Copy a batch's strided CPU tensors and objects with ``pin_memory()`` to pinned memory.
+
+    Parts whose ``pin_memory()`` raises ``NotImplementedError`` do not change.
 
     Args:
-        fresh: whether a tensor that is pinned already stays as it is; else it is copied to other pinned memory, by the CPU.
+        data: the batch.
+        fresh: if True, a tensor that is pinned already is not copied. If False, the CPU copies it
+            to other pinned memory.
+
+    Returns:
+        The batch with these copies.
 
     Raises:
-        RuntimeError: the system gives no more such memory.
+        RuntimeError: the system has no more pinned memory.
     """
     try:
         if isinstance(data, torch.Tensor):
@@ -221,8 +245,11 @@ def pinned(data: Any, fresh: bool = True) -> Any:
 
 
 def stays(source: Any, batch: Any) -> bool:
-    """Whether anything of ``source`` is in ``batch``, what the copy made of it: a tensor that was on the device, or an object that gives
-    itself. A loader that refills it would change a batch whose step is still to come."""
+    """True if the copy ``batch`` shares a tensor or an object with ``source``.
+
+    A tensor may be on the device already, or an object's ``to`` may return the object itself. If
+    the loader changes it later, it would change a batch whose step has not run yet.
+    """
     given: list[Any] = []
     made: list[Any] = []
     _gather(source, given)
@@ -232,39 +259,35 @@ def stays(source: Any, batch: Any) -> bool:
 
 
 def _gather(item: Any, found: list[Any]) -> Any:
-    """Put a batch's tensors, and its objects that move themselves, with the tensors that those hold, into ``found``. Gives the item.
+    """Append a batch's tensors, objects with ``to``, and these objects' tensors to ``found``.
 
-    No function within a function, which would refer to itself: the batch's memory would then wait for Python's garbage collector."""
+    This is no nested function, which would refer to itself: then only Python's garbage collector
+    would free the batch's memory.
+
+    Returns:
+        The item.
+    """
     if isinstance(item, torch.Tensor):
         found.append(item)
     elif callable(getattr(item, "to", None)):
         found.append(item)
-        found.extend(
-            value
-            for value in getattr(item, "__dict__", {}).values()
-            if isinstance(value, torch.Tensor)
-        )
+        values = getattr(item, "__dict__", {}).values()
+        found.extend(value for value in values if isinstance(value, torch.Tensor))
     else:
         map_nested(item, lambda part: _gather(part, found))
     return item
 
 
 def most(run: Run, stage: str, index: int) -> int | None:
-    """How many batches of a loader the loop will ask for, at most; ``None`` if it cannot be known."""
+    """Return the maximum number of batches that the loop reads from a loader, if it is known."""
     options, count = run.plan.options, run.stages[stage].batches[index]
     if stage == "train":
-        left = (
-            None
-            if options.max_steps == -1
-            else (options.max_steps - run.step) * options.accumulate_grad_batches
-        )
+        left = None
+        if options.max_steps != -1:
+            left = (options.max_steps - run.step) * options.accumulate_grad_batches
         return min((number for number in (count, left) if number is not None), default=None)
-    if run.stage == "sanity_check" and options.num_sanity_val_steps != -1:
-        count = (
-            options.num_sanity_val_steps
-            if count is None
-            else min(count, options.num_sanity_val_steps)
-        )
-    return (
-        None if count is None else max(count, 1)
-    )  # a rank without batches of its own reads one, to repeat it
+    sanity = options.num_sanity_val_steps
+    if run.stage == "sanity_check" and sanity != -1:
+        count = sanity if count is None else min(count, sanity)
+    # At least 1: a rank without its own batches reads one, to repeat it.
+    return None if count is None else max(count, 1)

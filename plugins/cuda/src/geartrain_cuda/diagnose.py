@@ -1,4 +1,7 @@
-"""What is wrong with this machine's GPUs, and what there is: the accelerator's ``unavailable()`` and ``diagnose()``. No context is made."""
+"""Report the GPUs of this machine and their problems, without a CUDA context.
+
+For the accelerator's ``unavailable()`` and ``diagnose()``.
+"""
 
 from __future__ import annotations
 
@@ -18,46 +21,58 @@ _INSTALL = "https://pytorch.org/get-started/locally/"
 
 
 def no_gpu() -> str | None:
-    """Why no GPU can be used here, or ``None``."""
+    """Return the reason why no GPU can be used here, or ``None``."""
     if torch.version.cuda is None and torch.version.hip is None:
-        return f"torch {torch.__version__} is built without CUDA. Fix: install a build that has it, {_INSTALL}"
-    if torch.version.hip is not None:
         return (
-            None
-            if count_without_nvml()
-            else f"torch {torch.__version__} is built for ROCm, and ROCm shows no GPU"
+            f"torch {torch.__version__} is built without CUDA. "
+            f"Fix: install a build that has it, {_INSTALL}"
         )
+    if torch.version.hip is not None:
+        if count_without_nvml():
+            return None
+        return f"torch {torch.__version__} is built for ROCm, and ROCm shows no GPU"
     try:
         with session() as nvml:
             return _hidden(nvml, view(nvml))
     except Unavailable as error:
-        # CUDA may work where NVML does not, as on some Jetsons.
+        # CUDA may work without NVML, as on some Jetsons.
         return None if count_without_nvml() else str(error)
 
 
 def _hidden(nvml: Session, seen: View) -> str | None:
-    """Why the driver, which is there, shows no GPU that can be used."""
+    """Return the reason why the driver, which is installed, shows no usable GPU, or ``None``."""
     lost = [f"{gpu.label}: {gpu.error}" for gpu in seen.devices if gpu.error is not None]
     if seen.devices:
         return "; ".join(lost) if len(lost) == len(seen.devices) else None
-    there = nvml.gpus()
-    if not there:
-        return f"NVML: the driver ({nvml.driver()}) shows no GPU. Fix: nvidia-smi -L must list one; a container needs --gpus"
+    every = nvml.gpus()
+    if not every:
+        return (
+            f"NVML: the driver ({nvml.driver()}) shows no GPU. "
+            "Fix: nvidia-smi -L must list one; a container needs --gpus"
+        )
     if seen.variable is None:
-        return f"all GPUs here ({len(there)}) are in MIG mode and have no instance. Fix: nvidia-smi mig -cgi, or nvidia-smi -mig 0"
-    return (
-        seen.problem
-        or f"CUDA_VISIBLE_DEVICES={seen.variable!r} shows none of the {len(there)} GPUs here. Fix: unset it, or name some"
+        return (
+            f"all GPUs here ({len(every)}) are in MIG mode and have no instance. "
+            "Fix: nvidia-smi mig -cgi, or nvidia-smi -mig 0"
+        )
+    return seen.problem or (
+        f"CUDA_VISIBLE_DEVICES={seen.variable!r} shows none of the {len(every)} GPUs here. "
+        "Fix: unset it, or name some"
     )
 
 
 def diagnose() -> dict[str, Any]:
-    """Facts, devices and problems; never raises.
+    """Return facts, devices and problems. Never raises.
 
     Returns:
-        ``facts``: by name, a text or ``None``. ``devices``: those that CUDA shows, each with ``index, name, uuid, memory_used_mib,
-        memory_total_mib, compute_mode, processes`` (``pid, name, memory_mib``) and ``mig`` (an instance's place, ``"enabled"`` or
-        ``None``); what NVML cannot say is ``None``. ``problems``: sentences that end in ``Fix: ...``.
+        A dictionary of three parts:
+
+        - ``facts``: name -> a text or ``None``.
+        - ``devices``: the devices that CUDA shows. Each has ``index, name, uuid, memory_used_mib,
+          memory_total_mib, compute_mode, processes`` (``pid, name, memory_mib``) and ``mig`` (the
+          place of an instance, ``"enabled"`` or ``None``). A value that NVML does not know is
+          ``None``.
+        - ``problems``: sentences that end in ``Fix: ...``.
     """
     facts: dict[str, Any] = {
         "torch": torch.__version__,
@@ -75,28 +90,20 @@ def diagnose() -> dict[str, Any]:
     try:
         with session() as nvml:
             seen, cuda = view(nvml), nvml.driver_cuda()
-            facts |= {
-                "driver": nvml.driver(),
-                "driver_cuda": None if cuda is None else f"{cuda[0]}.{cuda[1]}",
-            }
+            facts["driver"] = nvml.driver()
+            facts["driver_cuda"] = None if cuda is None else f"{cuda[0]}.{cuda[1]}"
             devices = [_device(index, gpu) for index, gpu in enumerate(seen.devices)]
-            problems = [
-                *_of_torch(cuda),
-                *filter(None, [seen.problem, seen.order]),
-                *_of_gpus(nvml, seen),
-            ]
+            of_view = filter(None, [seen.problem, seen.order])
+            problems = [*_of_torch(cuda), *of_view, *_of_gpus(nvml, seen)]
     except Unavailable as error:
         facts["nvml"] = str(error)
         if torch.version.cuda is not None:
-            fix = (
-                ""
-                if "Fix: " in str(error)
-                else ". Fix: load the NVIDIA driver (nvidia-smi must work)"
-            )
-            problems.append(f"{error}{fix}")
-    except Exception as error:  # a report of what is wrong must not be one more thing that is
+            fix = ". Fix: load the NVIDIA driver (nvidia-smi must work)"
+            problems.append(f"{error}{'' if 'Fix: ' in str(error) else fix}")
+    except Exception as error:  # the report must not fail
         problems.append(
-            f"NVML gave what it should not: {type(error).__name__}: {error}. Fix: another nvidia-ml-py or driver"
+            f"NVML returned an unexpected value: {type(error).__name__}: {error}. "
+            "Fix: install another nvidia-ml-py or driver"
         )
     return {"facts": facts, "devices": devices, "problems": problems}
 
@@ -104,7 +111,7 @@ def diagnose() -> dict[str, Any]:
 def _or_none(ask: Callable[[], Any]) -> str | None:
     try:
         found = ask()
-    except Exception:  # a library that torch was built with and that is not found here
+    except Exception:  # a library that torch was built with is missing here
         return None
     return None if found is None else str(found)
 
@@ -116,7 +123,10 @@ def _nccl() -> str | None:
 
 
 def _device(index: int, gpu: GPU) -> dict[str, Any]:
-    memory, processes = gpu.memory(), gpu.processes()
+    memory, found = gpu.memory(), gpu.processes()
+    processes: list[dict[str, Any]] | None = None
+    if found is not None:
+        processes = [{"pid": p.pid, "name": p.name, "memory_mib": p.memory_mib} for p in found]
     mig: str | None
     if gpu.parent is not None:
         place = gpu.ask("nvmlDeviceGetGpuInstanceId"), gpu.ask("nvmlDeviceGetComputeInstanceId")
@@ -130,27 +140,28 @@ def _device(index: int, gpu: GPU) -> dict[str, Any]:
         "memory_used_mib": None if memory is None else memory[0],
         "memory_total_mib": None if memory is None else memory[1],
         "compute_mode": gpu.compute_mode(),
-        "processes": None
-        if processes is None
-        else [{"pid": p.pid, "name": p.name, "memory_mib": p.memory_mib} for p in processes],
+        "processes": processes,
         "mig": mig,
     }
 
 
 def _of_torch(driver_cuda: tuple[int, int] | None) -> list[str]:
-    """What does not go together: torch's build and the driver, which is there."""
+    """Return problems of torch's build with the installed driver."""
     if torch.version.hip is not None:
         return []
     if torch.version.cuda is None:
         return [
-            f"an NVIDIA driver is here, but torch {torch.__version__} is built without CUDA. Fix: a CUDA build of torch, {_INSTALL}"
+            "an NVIDIA driver is installed, but "
+            f"torch {torch.__version__} is built without CUDA. "
+            f"Fix: install a CUDA build of torch, {_INSTALL}"
         ]
-    # Within a major version CUDA programs run on older drivers: https://docs.nvidia.com/deploy/cuda-compatibility/
+    # CUDA programs run on older drivers of the same major version:
+    # https://docs.nvidia.com/deploy/cuda-compatibility/
     if driver_cuda is not None and driver_cuda[0] < int(torch.version.cuda.partition(".")[0]):
-        have = f"{driver_cuda[0]}.{driver_cuda[1]}"
+        newest = f"{driver_cuda[0]}.{driver_cuda[1]}"
         return [
-            f"torch is built for CUDA {torch.version.cuda}, and the driver runs CUDA up to {have}. "
-            f"Fix: a newer driver, or torch for CUDA {driver_cuda[0]}, {_INSTALL}"
+            f"torch is built for CUDA {torch.version.cuda}, but the driver runs CUDA up to "
+            f"{newest}. Fix: a newer driver, or torch for CUDA {driver_cuda[0]}, {_INSTALL}"
         ]
     return []
 
@@ -164,12 +175,14 @@ def _of_gpus(nvml: Session, seen: View) -> list[str]:
         error = gpu.error or owner.error
         if error is not None:
             problems.append(
-                f"{gpu.label}: {error}. Fix: look for its Xid error in dmesg, reset it (nvidia-smi -r) or restart"
+                f"{gpu.label}: {error}. "
+                "Fix: look for its Xid error in dmesg, reset it (nvidia-smi -r) or restart"
             )
             continue
         if gpu.compute_mode() == "prohibited":
             problems.append(
-                f"{gpu.label} takes no compute processes (mode PROHIBITED). Fix: nvidia-smi -i {owner.index} -c DEFAULT"
+                f"{gpu.label} accepts no compute processes (mode PROHIBITED). "
+                f"Fix: nvidia-smi -i {owner.index} -c DEFAULT"
             )
         memory_errors = owner.ask(
             "nvmlDeviceGetTotalEccErrors",
@@ -178,23 +191,22 @@ def _of_gpus(nvml: Session, seen: View) -> list[str]:
         )
         if memory_errors:
             problems.append(
-                f"{gpu.label} had {memory_errors} memory errors that ECC could not correct. Fix: reset it (nvidia-smi -r)"
+                f"{gpu.label} had {memory_errors} memory errors that ECC could not correct. "
+                "Fix: reset it (nvidia-smi -r)"
             )
-        slowed = [
-            reason
-            for reason in ("thermal", "hw_slowdown")
-            if throttles(owner).get(f"throttled_{reason}")
-        ]
+        flags = throttles(owner)
+        slowed = [name for name in ("thermal", "hw_slowdown") if flags.get(f"throttled_{name}")]
         if slowed:
             problems.append(
-                f"{gpu.label} is slowed down ({', '.join(slowed)}). Fix: look at its cooling and power supply"
+                f"{gpu.label} is slowed down ({', '.join(slowed)}). "
+                "Fix: check its cooling and power supply"
             )
         problems += _too_new(gpu, owner)
     return [problem for problem in dict.fromkeys(problems) if problem and problem != seen.problem]
 
 
 def _too_new(gpu: GPU, owner: GPU) -> list[str]:
-    """Whether torch has kernels for this GPU: for its major version, or code to compile for a newer one."""
+    """Return a problem if torch has neither kernels for this GPU nor code to compile for it."""
     capability, built = owner.ask("nvmlDeviceGetCudaComputeCapability"), torch.cuda.get_arch_list()
     if capability is None or not built or torch.version.hip is not None:
         return []
@@ -206,5 +218,6 @@ def _too_new(gpu: GPU, owner: GPU) -> list[str]:
         ):
             return []
     return [
-        f"torch {torch.__version__} has no kernels for {gpu.label}, of compute capability {major}.{minor}. Fix: another build, {_INSTALL}"
+        f"torch {torch.__version__} has no kernels for {gpu.label}, of compute capability "
+        f"{major}.{minor}. Fix: install another build, {_INSTALL}"
     ]

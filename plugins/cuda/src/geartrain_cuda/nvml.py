@@ -1,7 +1,7 @@
-"""What NVML tells of this machine's GPUs, without making a CUDA context.
+"""Query this machine's GPUs through NVML, without a CUDA context.
 
-NVML is opened for each question and closed after it, never for the life of the process. nvmlInit counts its callers, so that sessions
-may overlap; and a process that forks between two questions, as a training process does for its loader's workers, hands no open NVML
+NVML is opened for each query and closed after it. nvmlInit counts its callers, so sessions may
+overlap. A process that forks between two queries, as for its loader's workers, passes no open NVML
 and no handle to its children. https://docs.nvidia.com/deploy/nvml-api/
 """
 
@@ -13,13 +13,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 MIB = 2**20
 
 
 class Unavailable(Exception):
-    """NVML cannot be used here; the text is the reason, as the user should read it."""
+    """Raised if NVML cannot be used here; the text is the reason, for the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class Process:
     """A process on a GPU."""
 
     pid: int
-    #: ``None`` where NVML does not say: it is another user's, or has ended.
+    #: ``None`` if NVML does not know it: the process is another user's, or has ended.
     name: str | None
     memory_mib: int | None
 
@@ -48,24 +49,24 @@ class GPU:
         error: str | None = None,
     ) -> None:
         self._session, self._handle = session, handle
-        #: The number that nvidia-smi shows; of an instance, the number on its GPU.
+        #: The number that nvidia-smi shows; for a MIG instance, its number on the GPU.
         self.index = index
-        #: The GPU that a MIG instance is part of.
+        #: The GPU of a MIG instance.
         self.parent = parent
-        #: Why NVML can say nothing of it: ``"GPU is lost"``.
+        #: The reason why NVML knows nothing about it, such as ``"GPU is lost"``.
         self.error = error
         self.uuid: str | None = self.ask("nvmlDeviceGetUUID")
         self.name: str | None = self.ask("nvmlDeviceGetName")
 
     @property
     def label(self) -> str:
-        """How errors name it."""
+        """The GPU's name in errors."""
         if self.parent is not None:
             return f"MIG instance {self.index} of {self.parent.label}"
         return f"GPU {self.index} ({self.name or 'name unknown'})"
 
     def ask(self, function: str, *arguments: Any, **more: Any) -> Any:
-        """One figure, or ``None`` where NVML cannot say: no error of one question stops the others."""
+        """Return the result of a function of NVML for this GPU, or ``None`` if NVML fails."""
         if self._handle is None:
             return None
         try:
@@ -80,33 +81,36 @@ class GPU:
         return self._session.constant(name)
 
     def processes(self) -> list[Process] | None:
-        """Who has a compute context here; ``None`` where NVML cannot say. Displays and other graphics alone are not among them."""
+        """Return the processes with a compute context; ``None`` if NVML does not know them.
+
+        Processes that use the GPU only for graphics, such as displays, are not included.
+        """
         found = self.ask("nvmlDeviceGetComputeRunningProcesses")
         if found is None:
             return None
-        return [
-            Process(
-                p.pid, self._session.ask("nvmlSystemGetProcessName", p.pid), _mib(p.usedGpuMemory)
-            )
-            for p in found
-        ]
+        name_of = partial(self._session.ask, "nvmlSystemGetProcessName")
+        return [Process(p.pid, name_of(p.pid), _mib(p.usedGpuMemory)) for p in found]
 
     def compute_mode(self) -> str | None:
-        """``"default"``, ``"exclusive_process"``, ``"prohibited"``, or ``None`` where NVML cannot say."""
+        """Return ``"default"``, ``"exclusive_process"``, ``"prohibited"`` or ``None`` (unknown)."""
         mode = (self.parent or self).ask("nvmlDeviceGetComputeMode")
-        names = {"NVML_COMPUTEMODE_DEFAULT": "default", "NVML_COMPUTEMODE_PROHIBITED": "prohibited"}
-        # EXCLUSIVE_THREAD, which drivers no longer set, is exclusive too.
-        names |= dict.fromkeys(
-            ("NVML_COMPUTEMODE_EXCLUSIVE_PROCESS", "NVML_COMPUTEMODE_EXCLUSIVE_THREAD"),
-            "exclusive_process",
-        )
+        names = {
+            "NVML_COMPUTEMODE_DEFAULT": "default",
+            "NVML_COMPUTEMODE_PROHIBITED": "prohibited",
+            "NVML_COMPUTEMODE_EXCLUSIVE_PROCESS": "exclusive_process",
+            "NVML_COMPUTEMODE_EXCLUSIVE_THREAD": "exclusive_process",  # of old drivers
+        }
         return next((word for name, word in names.items() if mode == self.constant(name)), None)
 
     def memory(self) -> tuple[int, int] | None:
-        """(used, total) in MiB. What the driver keeps for itself is not in ``used``, where the driver is new enough to tell it apart."""
-        found = self.ask(
-            "nvmlDeviceGetMemoryInfo", version=self.constant("nvmlMemory_v2")
-        ) or self.ask("nvmlDeviceGetMemoryInfo")
+        """Return (used, total) in MiB.
+
+        ``used`` does not include the driver's reserved memory, unless the driver is too old to know
+        it.
+        """
+        version = self.constant("nvmlMemory_v2")
+        found = self.ask("nvmlDeviceGetMemoryInfo", version=version)
+        found = found or self.ask("nvmlDeviceGetMemoryInfo")
         return None if found is None else (found.used // MIB, found.total // MIB)
 
     def in_mig_mode(self) -> bool:
@@ -114,20 +118,17 @@ class GPU:
         return modes is not None and modes[0] == self.constant("NVML_DEVICE_MIG_ENABLE")
 
     def instances(self) -> list[GPU]:
-        """The MIG instances on this GPU."""
-        places = range(self.ask("nvmlDeviceGetMaxMigDeviceCount") or 0)
-        found = [
-            (place, self.ask("nvmlDeviceGetMigDeviceHandleByIndex", place)) for place in places
-        ]
-        return [
-            GPU(self._session, place, handle, parent=self)
-            for place, handle in found
-            if handle is not None
-        ]
+        """Return the MIG instances on this GPU."""
+        found = []
+        for place in range(self.ask("nvmlDeviceGetMaxMigDeviceCount") or 0):
+            handle = self.ask("nvmlDeviceGetMigDeviceHandleByIndex", place)
+            if handle is not None:
+                found.append(GPU(self._session, place, handle, parent=self))
+        return found
 
 
 class Session:
-    """NVML while it is open; what comes from one must not be used after it, nor in a process forked meanwhile."""
+    """NVML while it is open. Do not use its handles after it, or in a process forked from this."""
 
     def __init__(self, pynvml: Any) -> None:
         self._pynvml, self._pid, self._open = pynvml, os.getpid(), True
@@ -147,26 +148,27 @@ class Session:
         """Call a function of NVML.
 
         Raises:
-            NVMLError: as NVML answers; also where this driver or this pynvml has no such function.
-            RuntimeError: the session is closed, or was opened in the process that this one was forked from.
+            NVMLError: NVML's error; also if this driver or this pynvml has no such function.
+            RuntimeError: the session is closed, or was opened in the parent of this forked process.
         """
         if not self._open or os.getpid() != self._pid:
             raise RuntimeError(
-                "NVML was asked through a handle of a closed session, or of the process that this one was forked from"
+                "NVML was called with a handle of a closed session, or of the process from which "
+                "this one was forked"
             )
         if not hasattr(self._pynvml, function):
             raise self._pynvml.NVMLError(self._pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
         return getattr(self._pynvml, function)(*arguments, **more)
 
     def ask(self, function: str, *arguments: Any) -> Any:
-        """What a function of NVML answers, or ``None`` where it cannot say."""
+        """Return the result of a function of NVML, or ``None`` if NVML fails."""
         try:
             return self.call(function, *arguments)
         except (self.error, UnicodeDecodeError):
             return None
 
     def gpus(self) -> list[GPU]:
-        """Every GPU of this machine that this process may see, in the order of PCI addresses, as nvidia-smi numbers them."""
+        """Return every GPU that this process may see, by PCI address, as nvidia-smi does."""
         return [self._gpu(index) for index in range(self.ask("nvmlDeviceGetCount") or 0)]
 
     def _gpu(self, index: int) -> GPU:
@@ -176,12 +178,12 @@ class Session:
             return GPU(self, index, None, error=str(error))
 
     def driver(self) -> str | None:
-        """The driver's version."""
+        """Return the driver's version."""
         version: str | None = self.ask("nvmlSystemGetDriverVersion")
         return version
 
     def driver_cuda(self) -> tuple[int, int] | None:
-        """The newest CUDA that the driver runs: (major, minor)."""
+        """Return the newest CUDA version that the driver runs: (major, minor)."""
         version = self.ask("nvmlSystemGetCudaDriverVersion")
         return None if version is None else (version // 1000, version % 1000 // 10)
 
@@ -191,14 +193,13 @@ def session() -> Iterator[Session]:
     """Open NVML.
 
     Raises:
-        Unavailable: pynvml is not installed, there is no NVIDIA driver, or it does not answer.
+        Unavailable: pynvml or the NVIDIA driver is not installed, or the driver does not answer.
     """
     try:
         pynvml = importlib.import_module("pynvml")
     except ImportError as error:
-        raise Unavailable(
-            "NVML: the package pynvml is missing. Fix: pip install nvidia-ml-py"
-        ) from error
+        missing = "NVML: the package pynvml is missing. Fix: pip install nvidia-ml-py"
+        raise Unavailable(missing) from error
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
@@ -214,7 +215,7 @@ def session() -> Iterator[Session]:
 
 def _reason(pynvml: Any, error: Any) -> str:
     if isinstance(error, pynvml.NVMLError_LibraryNotFound):
-        return "libnvidia-ml.so.1 not found. Fix: install the NVIDIA driver, which brings it"
+        return "libnvidia-ml.so.1 not found. Fix: install the NVIDIA driver, which contains it"
     if isinstance(error, pynvml.NVMLError_LibRmVersionMismatch):
         return f"{error}: the driver was updated while it ran. Fix: restart the machine"
     return str(error)

@@ -1,8 +1,10 @@
-"""torch's global CUDA settings for the length of a run.
+"""Set torch's global CUDA settings during a run.
 
-Since 2.9 torch keeps the precision of float32 in a tree of ``fp32_precision``, where ``"none"`` takes what is set above; its older
-switches write into that tree, and refuse to be read where the tree has since been changed beside them. They are used here for every torch;
-what they overwrite in the tree is kept and put back, because no older switch can write ``"none"``.
+Since 2.9 torch keeps the precision of float32 in a tree of ``fp32_precision``; a node with
+``"none"`` uses the value of the node above. torch's older switches write into this tree. Reading a
+switch raises an error if the program has changed the tree directly. This module uses the older
+switches with every version of torch. It saves the nodes that they overwrite and restores them,
+because no older switch can write ``"none"``.
 https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices
 """
 
@@ -34,39 +36,40 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
         lambda value: setattr(torch.backends.cudnn, "allow_tf32", value),
     ),
 }
-#: option -> what its older switch overwrites in the tree, below ``torch.backends``. cuDNN's two begin (seen in 2.13) with a
-#: TF32 that gives way to what is set above them, and that nothing can set again: they get back a TF32 that does not.
+#: option -> the nodes that its older switch overwrites, below ``torch.backends``. cuDNN's two nodes
+#: start (seen in 2.13) with a TF32 that values of nodes above override. No code can set this again:
+#: afterwards they have a TF32 that is not overridden.
 _OVERWRITES = {
     "matmul_precision": ("cuda.matmul", "mkldnn.matmul"),
     "cudnn_allow_tf32": ("cudnn.conv", "cudnn.rnn"),
 }
-#: What stands above those, the topmost first. ``mkldnn.fp32_precision`` is left out: setting it sets the topmost one (seen in 2.13).
+#: The nodes above those, the top first. Without ``mkldnn``: setting it sets the top (seen in 2.13).
 _ABOVE = ("", "cudnn")
 
 
 class Settings:
-    """Applies what was asked for, and puts back what was there.
+    """Applies settings and restores the previous values.
 
     Args:
-        wanted: option -> value; ``None`` leaves it as it is.
+        wanted: option -> value; ``None`` keeps torch's setting.
     """
 
     def __init__(self, **wanted: Any) -> None:
         self._wanted = {name: value for name, value in wanted.items() if value is not None}
-        #: (option, its value, what was in the tree) of what was changed.
+        #: The previous values: (option, value, path of a node -> its precision).
         self._before: list[tuple[str, Any, dict[str, str]]] = []
 
     def check(self) -> None:
-        """Whether everything can be applied in this process.
+        """Check that every setting can be applied in this process.
 
         Raises:
-            UsageError: the program has set ``fp32_precision``, and torch then refuses its older switches.
+            UsageError: the program has set ``fp32_precision``, so torch refuses its older switches.
         """
         for name in self._wanted:
             self._read(name)
 
     def apply(self) -> None:
-        """Set what is not so already.
+        """Apply the settings that differ from torch's.
 
         Raises:
             UsageError: as :meth:`check`.
@@ -78,7 +81,7 @@ class Settings:
                 _SETTINGS[name][1](value)
 
     def put_back(self) -> None:
-        """What :meth:`apply` changed, as far as it got."""
+        """Restore the settings that :meth:`apply` changed, also if it failed."""
         while self._before:
             name, value, tree = self._before.pop()
             _SETTINGS[name][1](value)
@@ -89,16 +92,17 @@ class Settings:
         try:
             return _SETTINGS[name][0]()
         except RuntimeError as error:
+            nodes = " and ".join(f"torch.backends.{path}" for path in _OVERWRITES.get(name, ()))
             raise UsageError(
-                f"{LABEL}: {name}={self._wanted[name]!r} cannot be set, because this program has set a "
-                f"torch.backends...fp32_precision, and torch does not take both: {str(error).splitlines()[0]} "
-                f"Fix: leave out {name}, and set fp32_precision of "
-                f"{' and '.join(f'torch.backends.{path}' for path in _OVERWRITES.get(name, ()))} in the program"
+                f"{LABEL}: {name}={self._wanted[name]!r} cannot be set, because this program has "
+                "set a torch.backends...fp32_precision, and torch does not accept both: "
+                f"{str(error).splitlines()[0]} "
+                f"Fix: leave out {name}, and set fp32_precision of {nodes} in the program"
             ) from error
 
 
 def _node(path: str) -> Any:
-    """``"cudnn.conv"`` -> ``torch.backends.cudnn.conv``, or ``None``."""
+    """Return ``torch.backends.cudnn.conv`` for ``"cudnn.conv"``, or ``None``."""
     found: Any = torch.backends
     for part in filter(None, path.split(".")):
         found = getattr(found, part, None)
@@ -106,14 +110,14 @@ def _node(path: str) -> Any:
 
 
 def _tree(paths: tuple[str, ...]) -> dict[str, str]:
-    """What these hold themselves; nothing where torch has no tree."""
+    """Return the precision of each node itself; an empty dictionary if torch has no tree."""
     with _nothing_above():
         return {path: _node(path).fp32_precision for path in paths if _has_precision(path)}
 
 
 @contextmanager
 def _nothing_above() -> Iterator[None]:
-    """Reading gives what holds in the end. With ``"none"`` above it is what was set there itself."""
+    """Set the nodes above to ``"none"``: then reading a node returns its own value."""
     before: dict[str, str] = {}
     try:
         for path in filter(_has_precision, _ABOVE):

@@ -1,4 +1,4 @@
-"""``device_stats``: figures of the GPUs, from NVML."""
+"""Figures of the GPUs from NVML, for the hook ``device_stats``."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from geartrain import Run
 from geartrain_cuda.nvml import GPU, MIB, Unavailable, session
 from geartrain_cuda.visible import view
 
-#: In a field's scope: the sum over all NVLinks.
+#: Scope of a field: the sum over all NVLinks.
 _ALL_LINKS = 0xFFFFFFFF
-#: Why clocks are held down, in groups; each 0 or 1 in every sample, so that the names do not change from one to the next.
+#: Groups of reasons for reduced clocks. Every sample has all groups, 0 or 1, so names do not
+#: change.
 _REASONS = {
     "thermal": ("nvmlClocksEventReasonSwThermalSlowdown", "nvmlClocksEventReasonHwThermalSlowdown"),
     "power": ("nvmlClocksEventReasonSwPowerCap", "nvmlClocksEventReasonHwPowerBrakeSlowdown"),
@@ -23,17 +24,20 @@ _REASONS = {
 
 
 class Stats:
-    """Samples figures; keeps the counters of the sample before, because NVLink counts what it has carried."""
+    """Samples figures. Keeps the last counters of NVLink, because a rate needs two values."""
 
     def __init__(self) -> None:
         #: Index -> (seconds, KiB sent, KiB received).
         self._links: dict[int, tuple[float, float, float]] = {}
 
     def sample(self, run: Run) -> dict[str, float] | None:
-        """The figures of this node's GPUs in the plan, ``gpu0_temperature_celsius`` and so on; ``None`` on all ranks of a node but one.
+        """Return the figures of this node's GPUs in the plan, such as ``gpu0_temperature_celsius``.
 
-        A figure that NVML cannot say is left out. Waits for nothing on the GPU; each GPU takes about 40 ms, over which NVML measures the
-        traffic on PCIe.
+        Figures that NVML does not know are missing. This does not wait for the GPU. Each GPU takes
+        about 40 ms, in which NVML measures the traffic on PCIe.
+
+        Returns:
+            Name -> value; ``None`` except on local rank 0.
         """
         if run.world.local_rank != 0:
             return None
@@ -48,18 +52,12 @@ class Stats:
                             figures |= _named(index, self._of(index, seen.devices[index]))
             except Unavailable:
                 pass
-        for index in run.plan.devices[
-            : run.plan.layout.devices_per_process
-        ]:  # this process's own: torch knows its own memory alone
-            device = torch.device("cuda", index)
-            allocated, reserved = (
-                torch.cuda.memory_allocated(device),
-                torch.cuda.memory_reserved(device),
-            )
-            figures |= _named(
-                index,
-                {"torch_allocated_mib": allocated / MIB, "torch_reserved_mib": reserved / MIB},
-            )
+        # Only this process's GPUs: torch does not know the memory of other processes.
+        for index in run.plan.devices[: run.plan.layout.devices_per_process]:
+            allocated = torch.cuda.memory_allocated(torch.device("cuda", index)) / MIB
+            reserved = torch.cuda.memory_reserved(torch.device("cuda", index)) / MIB
+            memory = {"torch_allocated_mib": allocated, "torch_reserved_mib": reserved}
+            figures |= _named(index, memory)
         return figures
 
     def _of(self, index: int, gpu: GPU) -> dict[str, float]:
@@ -70,7 +68,7 @@ class Stats:
         if before is not None and now is not None and now[0] > before[0]:
             self._links[index] = now
             seconds = now[0] - before[0]
-            # A counter that starts again from 0, as after a reset, gives no rate below 0.
+            # After a reset, counters start again at 0: the rate must not be negative.
             figures["nvlink_tx_mib_per_s"] = max(0.0, now[1] - before[1]) / 1024 / seconds
             figures["nvlink_rx_mib_per_s"] = max(0.0, now[2] - before[2]) / 1024 / seconds
         return figures
@@ -81,7 +79,7 @@ def _named(index: int, figures: dict[str, float]) -> dict[str, float]:
 
 
 def _figures(gpu: GPU) -> dict[str, float]:
-    # What belongs to the whole board, a MIG instance's included.
+    # Some figures exist only for the whole board, not for a MIG instance.
     board, constant = gpu.parent or gpu, gpu.constant
     use, memory = gpu.ask("nvmlDeviceGetUtilizationRates"), gpu.memory()
     figures: dict[str, Callable[[], float | None]] = {
@@ -109,7 +107,7 @@ def _figures(gpu: GPU) -> dict[str, float]:
 
 
 def _ecc(gpu: GPU, kind: str) -> float | None:
-    """Errors since the driver was loaded."""
+    """Return the number of memory errors since the driver was loaded."""
     count: float | None = gpu.ask(
         "nvmlDeviceGetTotalEccErrors", gpu.constant(kind), gpu.constant("NVML_VOLATILE_ECC")
     )
@@ -117,12 +115,10 @@ def _ecc(gpu: GPU, kind: str) -> float | None:
 
 
 def throttles(gpu: GPU) -> dict[str, float]:
-    """``throttled`` and one flag for each group of reasons, 0 or 1; empty where NVML cannot say."""
+    """Return ``throttled`` and a flag for each group of reasons, 0 or 1; empty if NVML fails."""
     active = gpu.ask("nvmlDeviceGetCurrentClocksEventReasons")
-    if active is None:
-        active = gpu.ask(
-            "nvmlDeviceGetCurrentClocksThrottleReasons"
-        )  # what drivers before 535 call it
+    if active is None:  # the function's name in drivers before 535
+        active = gpu.ask("nvmlDeviceGetCurrentClocksThrottleReasons")
     if active is None:
         return {}
     flags = {
@@ -133,7 +129,10 @@ def throttles(gpu: GPU) -> dict[str, float]:
 
 
 def _links(gpu: GPU) -> tuple[float, float, float] | None:
-    """(seconds, KiB sent, KiB received) over all NVLinks since the driver was loaded; ``None`` where there are none."""
+    """Return (seconds, KiB sent, KiB received) of all NVLinks since the driver was loaded.
+
+    ``None`` if the GPU has no NVLink.
+    """
     names = ("NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX", "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX")
     values: Any = gpu.ask(
         "nvmlDeviceGetFieldValues", [(gpu.constant(name), _ALL_LINKS) for name in names]
