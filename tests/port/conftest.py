@@ -1,4 +1,4 @@
-"""What the tests of ``geartrain port`` use of the command line."""
+"""Fixtures of the command line for the tests of ``geartrain port``."""
 
 from command_line import command, folder, installed, write
 

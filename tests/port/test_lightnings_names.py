@@ -1,4 +1,4 @@
-"""Names of Lightning's that are not here: errors say what to write, and everything else fails as it would without them."""
+"""Errors for Lightning's names name the counterpart; other names fail as usual."""
 
 import pickle
 import traceback
@@ -20,7 +20,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_name_says_what_to_write(name):
+def test_a_name_of_lightning_names_its_counterpart(name):
     with pytest.raises((AttributeError, ImportError)) as refused:
         eval(name)
     assert repr(name.rpartition(".")[2]) in str(refused.value)
@@ -28,7 +28,7 @@ def test_a_name_says_what_to_write(name):
 
 
 @pytest.mark.parametrize("name", ["gt.callbacks.TQDMProgressBar", "gt.loggers.TensorBoardLogger"])
-def test_importing_it_says_so_too(name):
+def test_importing_a_name_of_lightning_names_its_counterpart(name):
     module, _, attribute = name.replace("gt", "geartrain").rpartition(".")
     with pytest.raises(ImportError) as refused:
         exec(f"from {module} import {attribute}")
@@ -36,12 +36,12 @@ def test_importing_it_says_so_too(name):
 
 
 @pytest.mark.parametrize("owner", [gt, gt.callbacks, gt.loggers, gt.strategies])
-def test_names_of_nobody_are_what_they_were(owner):
+def test_unknown_names_are_not_attributes(owner):
     assert not hasattr(owner, "invented")
     assert not hasattr(owner, "__wrapped__")
 
 
-def test_the_tuner_needs_no_import_of_its_own():
+def test_the_tuner_needs_no_separate_import():
     assert gt.tuning.Tuner(trainer())
 
 
@@ -52,7 +52,7 @@ def test_a_class_of_two_entry_points_is_listed_once():
 # --- a trainer, a session -------------------------------------------------------------------------
 
 
-def test_a_trainers_attribute_says_what_to_write():
+def test_a_trainers_attribute_names_its_counterpart():
     one = trainer()
     with pytest.raises(
         AttributeError,
@@ -64,7 +64,7 @@ def test_a_trainers_attribute_says_what_to_write():
     assert pickle.loads(pickle.dumps(one)).max_epochs == one.max_epochs
 
 
-def test_the_error_of_a_property_is_its_own():
+def test_the_error_inside_a_property_is_kept():
     class Mine(gt.Trainer):
         @property
         def odd(self):
@@ -74,7 +74,7 @@ def test_the_error_of_a_property_is_its_own():
         _ = Mine(accelerator="cpu", max_epochs=1).odd
 
 
-def test_a_sessions_attribute_says_what_to_write():
+def test_a_sessions_attribute_names_its_counterpart():
     session = gt.Fabric(accelerator="cpu")
     with pytest.raises(
         AttributeError, match=r"'Session' object has no attribute 'logger'\. Write: fabric\.log"
@@ -83,7 +83,7 @@ def test_a_sessions_attribute_says_what_to_write():
     assert not hasattr(session, "invented")
 
 
-def test_what_a_session_has_instead_can_be_evaluated():
+def test_the_counterparts_of_a_session_can_be_evaluated():
     from geartrain_port.names import OF_FABRIC
 
     texts = [text for text in OF_FABRIC.values() if text.startswith("fabric.") and "(" not in text]
@@ -100,7 +100,7 @@ def test_what_a_session_has_instead_can_be_evaluated():
     ("argument", "words"),
     [("weights_only", "Write: nothing"), ("dataloaders", "Write: train_dataloaders=")],
 )
-def test_arguments_of_fit(argument, words):
+def test_an_argument_of_lightnings_fit_names_its_counterpart(argument, words):
     with pytest.raises(UsageError, match=rf"Trainer\.fit has no argument '{argument}'") as refused:
         trainer().fit(Net(), loader(), **{argument: None})
     assert words in str(refused.value)
@@ -130,13 +130,13 @@ def test_a_callback_by_name_is_a_plugin():
         ("ddp_find_unused_parameters_false", "strategy='ddp'"),
     ],
 )
-def test_spellings_of_a_strategy(name, fix):
+def test_lightnings_name_of_a_strategy_names_its_counterpart(name, fix):
     with pytest.raises(UsageError) as refused:
         trainer(strategy=name)
     assert str(refused.value) == f"there is no strategy '{name}'. Fix: {fix}"
 
 
-def test_a_modules_name_in_a_run_is_noted():
+def test_a_modules_attribute_names_its_counterpart_during_a_run():
     class Logs(Net):
         def training_step(self, batch, batch_idx):
             self.logger.log_metrics({})

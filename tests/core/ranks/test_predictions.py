@@ -60,7 +60,7 @@ def test_an_order_that_each_rank_would_draw_is_rank_0s():
 
 def test_outputs_of_loaders_that_ranks_do_not_share_come_rank_by_rank():
     with pytest.warns(
-        UserWarning, match="What predict returns has the outputs of rank 0, then those of rank 1"
+        UserWarning, match="predict returns the outputs of rank 0, then those of rank 1"
     ):
         found = predicted(DataLoader(Numbers(), batch_size=3))
     assert [[batch.tolist() for batch in outputs] for outputs in found] == [
@@ -95,6 +95,6 @@ def test_an_output_that_cannot_be_sent_is_named(rank):
     trainer, _ = on_threads()
     with pytest.raises(
         TrainingError,
-        match=rf"rank {rank} cannot send to the others what predict_step returned: output 0, of type dict,",
+        match=rf"rank {rank} cannot send the results of predict_step to the others: output 0, of type dict,",
     ):
         trainer.predict(Sends(), numbers(4))

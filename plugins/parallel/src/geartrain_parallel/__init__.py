@@ -1,17 +1,22 @@
-"""What strategies of several processes share; users import it as ``geartrain.parallel``.
+"""Common parts of strategies with several processes; users import ``geartrain.parallel``.
 
-- ``ProcessGroupStrategy``: the base class of a strategy whose ranks talk through torch.distributed.
-- ``SeveralRanks``: the common work of ranks with these collectives, for the hook ``make_ranks`` of a strategy without torch.distributed.
-- ``launch``: become a rank and start the others, or join a launcher's; ``detect``: which launcher started this process, as which rank.
-- ``reserve``, ``variables``, ``threads``, ``join``, ``die_with_parent``, ``write_output_to``, ``raise_on_signals``, ``report``: for a
-  strategy that starts its ranks in another way; ``geartrain-spawn`` is one. ``bootstrap``, ``rendezvous`` and ``sockets`` are what
-  ``launch`` starts and connects them with.
-- ``Supervisor``, ``RankHandle``, ``Failure``, ``Patience``: watch the ranks that a strategy has started, decide which failed first, and
-  end the others; ``is_connection``: whether an error only says that another rank has gone.
-- ``shard``, ``gather_uneven``, ``average_gradients``, ``broadcast_weights``, ``broadcast_object``, ``name_absent_ranks``: data and
-  collectives on torch.distributed; ``refuse_unequal``: tensors that ``all_gather`` cannot put together.
+- ``ProcessGroupStrategy``: the base class of a strategy whose ranks use torch.distributed.
+- ``SeveralRanks``: the common work of ranks, for the hook ``make_ranks`` of a strategy without
+  torch.distributed.
+- ``launch``: become a rank and start the others, or join a launcher's ranks; ``detect``: return the
+  launcher and the rank of this process.
+- ``reserve``, ``variables``, ``threads``, ``join``, ``die_with_parent``, ``write_output_to``,
+  ``raise_on_signals``, ``report``: for a strategy that starts its ranks in another way, such as
+  ``geartrain-spawn``. ``launch`` starts and connects ranks with ``bootstrap``, ``rendezvous`` and
+  ``sockets``.
+- ``Supervisor``, ``RankHandle``, ``Failure``, ``Patience``: watch the ranks that a strategy has
+  started, decide which failed first, and end the others; ``is_connection``: true for an error that
+  only says that another rank has gone.
+- ``shard``, ``gather_uneven``, ``average_gradients``, ``broadcast_weights``, ``broadcast_object``,
+  ``name_absent_ranks``: data and collectives on torch.distributed; ``refuse_unequal``: refuse
+  tensors that ``all_gather`` cannot combine.
 
-A name is imported when it is first used: watching ranks needs no torch.
+A name is imported on first use, because watching ranks needs no torch.
 """
 
 from __future__ import annotations
@@ -43,12 +48,15 @@ if TYPE_CHECKING:
     from geartrain_parallel.strategy import ProcessGroupStrategy
     from geartrain_parallel.supervisor import RankHandle, Supervisor
 
-#: Module -> the names that it has, as above.
+#: Module -> its names, as above.
 _NAMES = {
     "geartrain.plugin_api": "ClusterEnvironment SIGNALS detect",
     "geartrain_parallel": "bootstrap rendezvous sockets",
     "geartrain_parallel.bootstrap": "die_with_parent write_output_to",
-    "geartrain_parallel.collectives": "average_gradients broadcast_object broadcast_weights gather_uneven name_absent_ranks refuse_unequal",
+    "geartrain_parallel.collectives": (
+        "average_gradients broadcast_object broadcast_weights gather_uneven name_absent_ranks"
+        " refuse_unequal"
+    ),
     "geartrain_parallel.failures": "Failure is_connection",
     "geartrain_parallel.launching": "join launch reserve threads variables",
     "geartrain_parallel.patience": "Patience",

@@ -1,6 +1,6 @@
-"""Run first in a started process: tie its life to its starter's, send its output to its log, become the command.
+"""Prepare a started process: die with the starter, write output to a log, become the command.
 
-Run by path with ``python -I -S``; nothing but the standard library, so that it costs 13 ms.
+It is run by path with ``python -I -S``, and uses only the standard library, so that it takes 13 ms.
 
     bootstrap.py STARTER_PID LOG COMMAND [ARG ...]
 """
@@ -16,15 +16,18 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 def command(log: object, program: list[str]) -> list[str]:
-    """Return the command that runs a program as a child of this process, with its output in a log.
+    """Return the command that runs a program as a child of this process, with output to a log.
 
-    Signals that this process ignores, as SIGHUP under nohup, are ignored there too.
+    The child ignores the signals that this process ignores, as SIGHUP under nohup.
     """
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(log), *program]
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends. Survives exec, not fork."""
+    """Make the kernel kill this process when the thread that started it ends.
+
+    This survives exec, not fork.
+    """
     if _LIBC is not None:
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
@@ -43,9 +46,8 @@ def main() -> None:
     if os.getppid() != int(starter):
         sys.exit(f"rank not started: its starter, process {starter}, is gone")
     write_output_to(log)
-    os.environ["GEARTRAIN_STARTED_BY"] = str(
-        os.getpid()
-    )  # exec keeps the id; a program that this rank runs has another
+    # exec keeps the process id. A program that this rank starts has another one.
+    os.environ["GEARTRAIN_STARTED_BY"] = str(os.getpid())
     os.execv(program[0], program)
 
 

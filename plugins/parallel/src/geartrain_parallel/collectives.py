@@ -25,20 +25,21 @@ _BUCKET = 25 * 2**20
 
 
 def group(run: Run) -> None:
-    """Make sure that there is a process group for a collective.
+    """Check that a process group exists.
 
     Raises:
         TrainingError: the strategy has several ranks but made none.
     """
     if not dist.is_initialized():
         raise TrainingError(
-            f"{run.plan.strategy.label} has {run.world.size} ranks and no torch.distributed process group. "
-            "Fix: make one in setup_process_group, or override log_sync, all_gather, broadcast and barrier"
+            f"{run.plan.strategy.label} has {run.world.size} ranks and no torch.distributed "
+            "process group. Fix: make one in setup_process_group, or override log_sync, "
+            "all_gather, broadcast and barrier"
         )
 
 
 def gather_values(run: Run, values: torch.Tensor) -> torch.Tensor:
-    """``log_sync`` on torch.distributed: ``[n]`` on the CPU -> ``[world_size, n]`` on the CPU."""
+    """Implement ``log_sync``: ``[n]`` on the CPU -> ``[world_size, n]`` on the CPU."""
     group(run)
     mine = values.to(run.device)
     table = [torch.empty_like(mine) for _ in range(run.world.size)]
@@ -47,28 +48,31 @@ def gather_values(run: Run, values: torch.Tensor) -> torch.Tensor:
 
 
 def broadcast_object(run: Run, obj: Any, src: int) -> Any:
-    """``broadcast`` on torch.distributed; its own ``broadcast_object_list`` needs NumPy, which torch does not bring."""
+    """Return the object of rank ``src``, on every rank; this implements the hook ``broadcast``.
+
+    torch's ``broadcast_object_list`` needs NumPy, which torch does not install.
+    """
     group(run)
     mine = run.world.rank == src
-    data = (
-        torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-        if mine
-        else torch.empty(0, dtype=torch.uint8)
-    )
+    data = torch.empty(0, dtype=torch.uint8)
+    if mine:
+        data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
     size = torch.tensor([len(data)], device=run.device)
     dist.broadcast(size, src)
-    data = (
-        data.to(run.device)
-        if mine
-        else torch.empty(int(size), dtype=torch.uint8, device=run.device)
-    )
+    if mine:
+        data = data.to(run.device)
+    else:
+        data = torch.empty(int(size), dtype=torch.uint8, device=run.device)
     dist.broadcast(data, src)
     data = data.cpu()
     return obj if mine else pickle.loads(ctypes.string_at(data.data_ptr(), len(data)))
 
 
 def broadcast_weights(run: Run, model: nn.Module) -> None:
-    """Give every rank the parameters and buffers of rank 0, in place: ranks that start apart stay apart, with no error."""
+    """Copy the parameters and buffers of rank 0 to every rank, in place.
+
+    Ranks that start with different weights would keep different weights, without an error.
+    """
     group(run)
     for tensor in model.state_dict(keep_vars=True).values():
         if isinstance(tensor, torch.Tensor):
@@ -82,16 +86,20 @@ def broadcast_weights(run: Run, model: nn.Module) -> None:
 def average_gradients(
     run: Run, parameters: Sequence[nn.Parameter], changed: Sequence[bool]
 ) -> list[nn.Parameter]:
-    """Make gradients the mean over ranks, in place. A rank without a gradient that another has takes part with zeros, and gets the mean.
+    """Replace gradients by their mean over ranks, in place.
 
-    The CPU waits for the device here: ranks agree first on whose gradients they average, since unequal collectives would hang.
+    If a rank has no gradient where another rank has one, it contributes zeros and gets the mean.
+    Ranks first agree on the gradients to average, because unequal collectives would hang. The CPU
+    waits for the device here.
 
     Args:
-        parameters: the same ones on every rank, in the same order.
-        changed: which of them have a gradient to average on this rank; averaged are those that any rank names.
+        run: this rank's run.
+        parameters: the same parameters on every rank, in the same order.
+        changed: for each parameter, true if this rank has a gradient to average. A gradient is
+            averaged if any rank has one.
 
     Returns:
-        Whose gradients were averaged.
+        The parameters whose gradients were averaged.
 
     Raises:
         TrainingError: a gradient is sparse.
@@ -110,41 +118,43 @@ def average_gradients(
         grad = parameter.grad
         if grad.layout is not torch.strided:
             raise TrainingError(
-                "sparse gradients cannot be averaged over ranks here. Fix: sparse=False in nn.Embedding"
+                "sparse gradients cannot be averaged over ranks here. "
+                "Fix: sparse=False in nn.Embedding"
             )
         kind = (grad.dtype, grad.device)
         buckets.setdefault((*kind, filled.get(kind, 0) // _BUCKET), []).append(grad)
         filled[kind] = filled.get(kind, 0) + grad.numel() * grad.element_size()
     for grads in buckets.values():
-        flat = torch.cat([grad.reshape(-1) for grad in grads]).div_(
-            run.world.size
-        )  # first, as DDP does: 16 bits could not hold the sum
+        # Divide first, as DDP does, because the sum may overflow in 16 bits.
+        flat = torch.cat([grad.reshape(-1) for grad in grads]).div_(run.world.size)
         dist.all_reduce(flat)
-        for grad, mean in zip(
-            grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True
-        ):
+        means = torch.split(flat, [grad.numel() for grad in grads])
+        for grad, mean in zip(grads, means, strict=True):
             grad.copy_(mean.view_as(grad))
     return averaged
 
 
 def wait_for_all(run: Run) -> None:
-    """``barrier`` on torch.distributed."""
+    """Wait until every rank is here; this implements the hook ``barrier``."""
     group(run)
     dist.barrier(device_ids=None if run.device.type == "cpu" else [run.device.index or 0])
 
 
 def gather_uneven(run: Run, tensor: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
-    """``all_gather`` on torch.distributed; first dimensions may differ between ranks.
+    """Return the tensors of all ranks; this implements the hook ``all_gather``.
+
+    The first dimensions may differ between ranks.
 
     Returns:
-        ``[world_size, *shape]``, or a list with one tensor a rank where first dimensions differ.
+        ``[world_size, *shape]``, or a list with one tensor per rank if the first dimensions differ.
 
     Raises:
-        TrainingError: other dimensions or types differ; unequal collectives would end the process where Python cannot catch it.
+        TrainingError: other dimensions or the types differ.
     """
     group(run)
     tensor = tensor.detach().to(run.device).contiguous()
-    # Sizes first: gloo ends the process by terminate() on unequal ones. The header has 64 numbers, as many as torch has dimensions.
+    # Exchange sizes first, because unequal sizes make gloo call terminate(), which Python cannot
+    # catch. The header has room for torch's maximum of 64 dimensions.
     kind = zlib.crc32(str(tensor.dtype).encode())
     shape = torch.tensor(
         [tensor.ndim, *tensor.shape, *[0] * (64 - tensor.ndim), kind], device=run.device
@@ -170,35 +180,37 @@ def gather_uneven(run: Run, tensor: torch.Tensor) -> torch.Tensor | list[torch.T
 def refuse_unequal(
     shapes: Sequence[Sequence[int]], kinds: Sequence[Any], mine: torch.dtype
 ) -> None:
-    """Refuse tensors that ``all_gather`` cannot put together.
+    """Refuse tensors that ``all_gather`` cannot combine.
 
     Args:
-        shapes: each rank's.
-        kinds: each rank's type, in any form that can be compared.
-        mine: this rank's.
+        shapes: the shapes, by rank.
+        kinds: the types, by rank, in any form that can be compared.
+        mine: this rank's type.
 
     Raises:
-        TrainingError: they differ in more than the first dimension.
+        TrainingError: types differ, or shapes differ in more than the first dimension.
     """
     first = list(shapes[0])
     for rank, (shape, kind) in enumerate(zip(shapes, kinds, strict=True)):
         if kind != kinds[0]:
             raise TrainingError(
-                f"all_gather: rank 0 and rank {rank} have tensors of different types; this rank's is {mine}."
+                f"all_gather: rank 0 and rank {rank} have tensors of different types; "
+                f"this rank's is {mine}."
             )
         theirs = list(shape)
         if len(theirs) != len(first) or theirs[1:] != first[1:]:
             raise TrainingError(
-                f"all_gather: rank 0 has the shape {first} and rank {rank} {theirs}; only the first dimension may differ."
+                f"all_gather: rank 0 has the shape {first} and rank {rank} {theirs}; "
+                "only the first dimension may differ."
             )
 
 
 @contextmanager
 def name_absent_ranks(run: Run) -> Iterator[None]:
-    """Say which ranks did not come when a process group could not be made.
+    """Name the missing ranks if the code inside cannot make a process group.
 
     Raises:
-        TrainingError: with the ranks that are missing.
+        TrainingError: ranks are missing; the message has their numbers.
     """
     place, store = run.cluster, run.store
     assert place is not None
@@ -211,7 +223,8 @@ def name_absent_ranks(run: Run) -> Iterator[None]:
         if not missing:
             raise
         raise TrainingError(
-            f"ranks {missing} of {place.size} did not come: {str(error).splitlines()[0]}. Fix: start them, on every node"
+            f"ranks {missing} of {place.size} did not come: {str(error).splitlines()[0]}. "
+            "Fix: start them, on every node"
         ) from error
 
 
@@ -219,4 +232,4 @@ def _came(store: Store, rank: int) -> bool:
     try:
         return bool(store.check([f"here/{rank}"]))
     except (dist.DistError, RuntimeError):
-        return True  # rank 0 has gone, which kept the store: nothing is known of the others
+        return True  # rank 0, which serves the store, has gone: nothing is known of the others

@@ -1,4 +1,4 @@
-"""How a rank failed, and which of several ranks is to blame. Nothing here starts, watches or ends a process."""
+"""Failures of ranks, and the decision which rank is to blame. Processes are elsewhere."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How one rank failed."""
+    """The failure of one rank."""
 
     rank: int
-    #: When, in seconds since the epoch.
+    #: The time, in seconds since the epoch.
     when: float
     #: The error's type and message; without an error, the exit code.
     message: str
@@ -34,17 +34,15 @@ class Failure:
         try:
             report = json.loads(path.read_text())["message"]
             about = report["extraInfo"]
-            when, text = (
-                about.get("when", about["timestamp"]),
-                about["py_callstack"],
-            )  # without ``when`` it is torch's own ``@record``
+            text = about["py_callstack"]
+            when = about.get("when", about["timestamp"])  # torch's ``@record`` writes no ``when``
             return cls(rank, float(when), report["message"].removesuffix(f"\n{text}"), text)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
     @property
     def is_lost_connection(self) -> bool:
-        """True if the error says only that another rank has gone, or did not come."""
+        """True if the error only says that another rank has gone or did not come."""
         return is_connection(self.message)
 
     def describe(self) -> str:
@@ -57,12 +55,13 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Why a run failed."""
+    """The cause of a run's failure."""
 
     #: The ranks to blame.
     ranks: Sequence[int]
     message: str
-    #: How the rank to blame failed; ``None`` if it reported nothing, because it was late or left the program.
+    #: The failure of the rank to blame; ``None`` if it reported none: it was late or left the
+    #: program.
     failure: Failure | None = None
 
 
@@ -72,14 +71,14 @@ def judge(
     """Decide which rank is to blame.
 
     Args:
-        failures: of ranks that failed by themselves.
-        silent: ranks that had reported no error when the others had failed.
-        left: ranks that ended with exit code 0 before the run did.
+        failures: failures of ranks that no supervisor ended.
+        silent: ranks without a reported error when the others had failed.
+        left: ranks that ended with exit code 0 before the run ended.
 
     Returns:
         ``None`` if no rank failed.
     """
-    # A lost connection is never the cause: it follows another rank's end, though that may be seen later.
+    # A lost connection is never the cause. It follows another rank's end, which may be seen later.
     first = min(
         failures, key=lambda failure: (failure.is_lost_connection, failure.when), default=None
     )
@@ -90,12 +89,14 @@ def judge(
         waited = first.describe().partition("\n")[0]
         return Verdict(
             silent,
-            f"{_named(silent)} did not come to a collective within the strategy's timeout (hung or stopped): {waited}",
+            f"{_named(silent)} did not come to a collective within the strategy's timeout "
+            f"(hung or stopped): {waited}",
         )
     if left:
         return Verdict(
             left,
-            f"{_named(left)} left the program before the run ended (exit code 0, as after os._exit(0))",
+            f"{_named(left)} left the program before the run ended "
+            "(exit code 0, as after os._exit(0))",
         )
     return None if first is None else Verdict([first.rank], first.describe(), first)
 
@@ -109,10 +110,12 @@ def is_connection(message: str) -> bool:
 
 
 def is_timeout(message: str) -> bool:
-    """True if an error's message says that a rank waited for others until a timeout: gloo's and the store's do, a loader's own does not."""
-    return (
-        re.search("timed out (after .* )?waiting", message.partition("\n")[0].lower()) is not None
-    )
+    """True if an error's message says that a rank waited for others until a timeout.
+
+    Messages of gloo and of the store match; a loader's timeout does not.
+    """
+    first = message.partition("\n")[0].lower()
+    return re.search("timed out (after .* )?waiting", first) is not None
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Launch a run of several processes: join a launcher's processes, or start this node's other ranks."""
+"""Launch a run of several processes: join a launcher's, or start this node's other ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-# Imported before any process group is made: its functions keep the group that is the default when they are defined, optimizers import
-# it by way of torch._dynamo, and a group that outlives destroy_process_group() may abort the interpreter at its end.
+# Import this before any process group exists. Its functions keep the group that is the default when
+# they are defined, and optimizers import it through torch._dynamo. A group that outlives
+# destroy_process_group() may abort the interpreter at its end.
 import torch.distributed.nn.functional
 
 from geartrain.plugin_api import STARTED_BY, ClusterEnvironment, check_processes, detect
@@ -25,7 +26,8 @@ from geartrain_parallel.workers import Workers, at_exit
 if TYPE_CHECKING:
     from geartrain import Run
 
-#: The ranks that this process has started; a second run of the same program works with the same ranks.
+#: The ranks that this process has started; a second run of the same program works with the same
+#: ranks.
 _workers: list[Workers] = []
 _runs = 0
 _excepthook = sys.excepthook
@@ -34,26 +36,32 @@ _excepthook = sys.excepthook
 def launch(
     run: Run, worker: Callable[[int], Any], timeout: timedelta = timedelta(minutes=30)
 ) -> Any:
-    """Call ``worker`` as one of the plan's processes; start this node's other ranks unless a launcher has started them.
+    """Call ``worker`` as one of the plan's processes.
+
+    Start this node's other ranks unless a launcher has started them. If ``worker`` has a method
+    ``keep``, this process stays a rank after the call: ``keep`` gets an ExitStack that ends this
+    when it is closed.
 
     Args:
-        timeout: how long to wait for ranks to come.
+        run: this process's run.
+        worker: called with the local rank.
+        timeout: how long to wait for ranks.
 
     Returns:
-        What ``worker`` returned in this process. If ``worker`` has a method ``keep``, this process stays a rank: ``keep`` gets the
-        ExitStack whose end ends that.
+        The return value of ``worker`` in this process.
     """
     global _runs, _excepthook
     with ExitStack() as around:
         place = detect()
         if place is None:
             before, place = dict(os.environ), start(run, timeout)
-            if place.size == 1:  # a program that is started later is no rank of this run
+            if place.size == 1:  # programs that start later must not be ranks of this run
                 around.callback(_put_back, before, (*variables(place), "GLOO_SOCKET_IFNAME"))
         check_processes(run.plan, place)
         _runs += 1
+        # Each init_process_group() wraps excepthook again, and adds another [rank0] to each line.
         if getattr(sys.excepthook, "__name__", "") == "_distributed_excepthook":
-            sys.excepthook = _excepthook  # each init_process_group() wraps it again, and an error's lines would say [rank0] once a run
+            sys.excepthook = _excepthook
         _excepthook = sys.excepthook
         around.enter_context(_workers[0].supervised() if _workers else raise_on_signals())
         around.enter_context(_connected(run, place, f"launched/{_runs}", timeout))
@@ -70,15 +78,17 @@ def join(
     number: int,
     timeout: timedelta = timedelta(minutes=30),
 ) -> Any:
-    """Call ``worker`` as the rank that ``place`` says, in a process that a strategy has started and watches.
+    """Call ``worker`` as the rank of ``place``, in a process that a strategy has started.
 
     Args:
-        run: the caller's, unpickled or forked.
-        number: which run of the program this is; the same on every rank.
-        timeout: how long to wait for ranks to come.
+        run: the caller's run, unpickled or forked.
+        worker: called with the local rank.
+        place: the rank and the address of rank 0.
+        number: the number of this run in the program, the same on every rank.
+        timeout: how long to wait for ranks.
 
     Returns:
-        What ``worker`` returned in this process.
+        The return value of ``worker`` in this process.
     """
     run.trainer.cluster = place
     with raise_on_signals(), _connected(run, place, f"joined/{number}", timeout):
@@ -87,10 +97,10 @@ def join(
 
 @contextmanager
 def _connected(run: Run, place: ClusterEnvironment, key: str, timeout: timedelta) -> Iterator[None]:
-    """Meet the other ranks; after an error disconnect from them.
+    """Connect to the other ranks; after an error disconnect from them.
 
     Args:
-        key: names the run among all runs of the program, the same on every rank.
+        key: the run's name, unique in the program and the same on every rank.
     """
     guard_forks()
     adopt_temporary_folder()
@@ -105,7 +115,8 @@ def _connected(run: Run, place: ClusterEnvironment, key: str, timeout: timedelta
         yield
     except BaseException as error:
         report(error)
-        # Neither shutdown(), abort() nor destroy_process_group() closes gloo's connections while something refers to the group.
+        # While a reference to the group exists, shutdown(), abort() and destroy_process_group() do
+        # not close gloo's connections.
         disconnect_if_failed()
         raise
 
@@ -124,10 +135,10 @@ def start(run: Run, timeout: timedelta) -> ClusterEnvironment:
 
 
 def reserve(run: Run, timeout: timedelta) -> list[ClusterEnvironment]:
-    """Return the places of this node's ranks; on node 0 this process serves the store through which all of them meet.
+    """Return the places of this node's ranks; on node 0, also serve the program's store.
 
     Raises:
-        UsageError: with several nodes, the environment does not say which this is or where rank 0 will be.
+        UsageError: with several nodes, the environment has no node rank or no address of rank 0.
     """
     local_size, num_nodes = run.plan.layout.processes_per_node, run.plan.num_nodes
     assert local_size is not None
@@ -152,10 +163,13 @@ def reserve(run: Run, timeout: timedelta) -> list[ClusterEnvironment]:
 
 
 def threads(processes: int) -> int:
-    """Return the threads for each of a node's processes: with torch's default, each would take all cores and they would take turns."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    """Return the number of threads for each of a node's processes.
+
+    By default torch uses all cores in each process, which is slow if several processes compete.
+    """
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
     return int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // processes))
 
 
@@ -169,7 +183,7 @@ def _put_back(before: Mapping[str, str], names: Iterable[str]) -> None:
 
 
 def variables(place: ClusterEnvironment) -> dict[str, str]:
-    """Return the environment variables of a rank, for geartrain and for code that reads torch's variables."""
+    """Return the environment variables of a rank, including those that torch reads."""
     return {
         STARTED_BY: str(os.getpid()),
         "RANK": str(place.rank),
@@ -180,6 +194,6 @@ def variables(place: ClusterEnvironment) -> dict[str, str]:
         "MASTER_ADDR": str(place.master_addr),
         "MASTER_PORT": str(place.master_port),
         "OMP_NUM_THREADS": str(threads(place.local_size)),
-        # The store is served already: init_process_group() must connect, not serve another.
+        # A store exists: init_process_group() must connect to it and not start another one.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }

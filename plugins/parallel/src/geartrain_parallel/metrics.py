@@ -1,5 +1,8 @@
-"""Metrics with ``sync_dist`` over all ranks: a header of fixed size (which metrics, how many, whether someone wants to stop), then one
-vector."""
+"""Reduce metrics with ``sync_dist`` over all ranks.
+
+Ranks exchange a header of fixed size (a digest of the metrics, their number, and if this rank wants
+to stop), and then one vector.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,18 @@ from geartrain.plugin_api import LocalMetric, MetricOptions, reductions
 def sync(
     run: Run, shares: Mapping[str, LocalMetric]
 ) -> tuple[dict[str, float], dict[str, MetricOptions], bool]:
-    """Reduce metrics over all ranks; each calls it at the same time with its own.
+    """Reduce metrics over all ranks. All ranks must call it at the same time.
+
+    Args:
+        run: this rank's run.
+        shares: this rank's metrics, by name.
 
     Returns:
-        Each metric's value; how each was logged, which a rank without samples learns here; and whether any rank wants to stop.
+        Each metric's value; each metric's options, which a rank without samples learns here; and
+        true if any rank wants to stop.
 
     Raises:
-        TrainingError: ranks with samples brought different metrics.
+        TrainingError: ranks with samples have different metrics.
     """
     keys = {name: shares[name].spec for name in sorted(shares)}
     digest = zlib.crc32(repr(list(keys.items())).encode())
@@ -54,13 +62,8 @@ def _apply_functions(
 ) -> dict[str, float]:
     """Return the results of users' functions on every rank's values, rank by rank."""
     mine = [shares[name].samples if name in shares else [] for name in names]
-    counts = (
-        run.hooks.log_sync(
-            run=run, values=torch.tensor([len(values) for values in mine], dtype=torch.float64)
-        )
-        .long()
-        .tolist()
-    )
+    own = torch.tensor([len(values) for values in mine], dtype=torch.float64)
+    counts = run.hooks.log_sync(run=run, values=own).long().tolist()
     flat = torch.tensor([value for values in mine for value in values], dtype=torch.float64)
     ranks = [part.tolist() for part in run.hooks.all_gather(run=run, tensor=flat)]
     values = []
@@ -71,34 +74,40 @@ def _apply_functions(
             for value in rank[sum(count[:i]) : sum(count[: i + 1])]
         ]
         function = shares[name].function if name in shares else None
-        # A rank without samples never saw the function, which need not pickle: it takes the value of one that did.
+        # A rank without samples has no function, which may not be picklable. It takes the result of
+        # another rank.
         values += [0.0, 0.0] if function is None else [reductions.apply(name, function, every), 1.0]
-    told = run.hooks.log_sync(run=run, values=torch.tensor(values, dtype=torch.float64)).tolist()
+    table = run.hooks.log_sync(run=run, values=torch.tensor(values, dtype=torch.float64)).tolist()
     return {
-        name: next(row[2 * i] for row in told if row[2 * i + 1]) for i, name in enumerate(names)
+        name: next(row[2 * i] for row in table if row[2 * i + 1]) for i, name in enumerate(names)
     }
 
 
 def _agree(run: Run, keys: dict[str, MetricOptions]) -> dict[str, MetricOptions]:
-    """The keys to sync when ranks differ: a rank without any takes the others', and so does one without a batch of a loader
-    for those that it lacks (it logs what ``on_validation_epoch_end`` and other loaders' steps log); any other difference is an error."""
-    told = [
+    """Return the keys to sync if ranks differ.
+
+    A rank without metrics takes those of other ranks. A rank without a batch of a loader takes the
+    metrics that it lacks; it may have metrics of ``on_validation_epoch_end`` and of other loaders.
+    Any other difference is an error.
+    """
+    pairs = [
         run.hooks.broadcast(run=run, obj=(keys, is_idle(run)), src=rank)
         for rank in range(run.world.size)
     ]
-    by_rank, idle = [theirs for theirs, _ in told], [lacks for _, lacks in told]
+    by_rank, idle = [theirs for theirs, _ in pairs], [lacks for _, lacks in pairs]
     first = min((i for i, theirs in enumerate(by_rank) if theirs), key=lambda i: (idle[i], i))
     for rank, theirs in enumerate(by_rank):
         mine, others = {*theirs.items()}, {*by_rank[first].items()}
         odd = sorted(mine - others if idle[rank] or not theirs else mine ^ others, key=str)
         if odd:
             raise TrainingError(
-                f"ranks {first} and {rank} logged different metrics with sync_dist: {odd[0][0]!r} is not the same on both. "
+                f"ranks {first} and {rank} logged different metrics with sync_dist: "
+                f"{odd[0][0]!r} is not the same on both. "
                 "Fix: log the same names on every rank, or leave out sync_dist"
             )
     return dict(by_rank[first])
 
 
 def is_idle(run: Run) -> bool:
-    """True if this rank has no batch of the loader that it evaluates, so no values of metrics that only that loader's steps log."""
+    """True if this rank has no batch of the current loader, and so lacks that loader's metrics."""
     return run.stage != "train" and 0 in run.current_stage.batches

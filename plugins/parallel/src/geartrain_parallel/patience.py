@@ -1,4 +1,4 @@
-"""How long a supervisor of ranks waits, and for what."""
+"""Timeouts of a supervisor of ranks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PATIENCE = "GEARTRAIN_PATIENCE"
 class Patience:
     """Seconds that a supervisor gives ranks."""
 
-    #: After one rank has failed: for the others to fail too, and to tear down.
+    #: After one rank has failed: time for the others to fail and to tear down.
     unwind: float = 3.0
-    #: Between asking a rank to end and killing it.
+    #: Between SIGTERM and SIGKILL to a rank.
     grace: float = 5.0
-    #: For ``on_exception`` and ``teardown`` on the rank that supervises: loggers hand over what they have.
+    #: For ``on_exception`` and ``teardown`` on the supervising rank, where loggers may upload data.
     teardown: float = 300.0
     #: For a rank that is stopped (SIGSTOP) while the others run.
     stopped: float = 15.0
@@ -42,6 +42,7 @@ class Patience:
                 seconds[name] = math.nan
             if name not in names or not seconds[name] > 0:
                 raise UsageError(
-                    f"{PATIENCE}: {each!r} is no NAME=SECONDS. Fix: seconds above 0 for {', '.join(names)}"
+                    f"{PATIENCE}: {each!r} is not NAME=SECONDS. "
+                    f"Fix: seconds above 0 for {', '.join(names)}"
                 )
         return cls(**seconds)

@@ -1,4 +1,4 @@
-"""What ``predict_step`` returned on every rank, sent to all of them."""
+"""Send the outputs of ``predict_step`` from every rank to all ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ import torch
 from geartrain import Run, TrainingError
 from geartrain.plugin_api import batches_in_turn, map_tensors
 
-#: Bytes of outputs after which a broadcast ends: a rank's predictions may need more memory than a device has left.
+#: Bytes of outputs per broadcast: all outputs of a rank may not fit into a device's free memory.
 _CHUNK = 64 * 2**20
 _NONE = object()
 
 
 def from_all_ranks(run: Run, mine: list[Any], loader: Any) -> list[Any]:
-    """Return the outputs of all ranks, on every rank: in the loader's order if ranks had its batches in turn, else rank by rank.
+    """Return the outputs of all ranks, on every rank.
+
+    They are in the loader's order if ranks had its batches in turn, otherwise rank by rank.
 
     Raises:
         TrainingError: an output of this rank cannot be pickled.
@@ -63,19 +65,21 @@ def _pickle(run: Run, number: int, output: Any) -> bytes:
     output = map_tensors(output, _without_rest)
     try:
         return pickle.dumps(output, pickle.HIGHEST_PROTOCOL)
-    except Exception as error:  # whatever a __reduce__ or __getstate__ of the user's raises
-        # Under ddp_spawn the script's classes came to this rank by cloudpickle, and only it can send them on.
+    except Exception as error:  # a user's __reduce__ or __getstate__ may raise any error
+        # Under ddp_spawn this rank has the script's classes from cloudpickle, and only cloudpickle
+        # can send them.
         with suppress(Exception):
             return bytes(sys.modules["cloudpickle"].dumps(output))
         raise TrainingError(
-            f"rank {run.world.rank} cannot send to the others what predict_step returned: output {number}, of type "
-            f"{type(output).__qualname__}, cannot be pickled ({type(error).__name__}: {error}). "
-            "Fix: let predict_step return tensors, numbers, strings, and lists, tuples and dicts of them"
+            f"rank {run.world.rank} cannot send the results of predict_step to the others: output "
+            f"{number}, of type {type(output).__qualname__}, cannot be pickled "
+            f"({type(error).__name__}: {error}). Fix: return only tensors, numbers, strings, and "
+            "lists, tuples and dicts of them from predict_step"
         ) from error
 
 
 def _without_rest(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that shares no memory with a larger one, all of which would be pickled."""
+    """Return a tensor without the rest of its storage, which pickle would send too."""
     if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes:
         return tensor.clone()
     return tensor

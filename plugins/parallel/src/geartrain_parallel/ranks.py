@@ -22,18 +22,16 @@ from geartrain_parallel.uneven_inputs import (
 
 
 class SeveralRanks(OneRank):
-    """A rank among others. It needs the strategy's ``log_sync``, ``all_gather`` and ``broadcast``."""
+    """A rank among others; needs the strategy's ``log_sync``, ``all_gather`` and ``broadcast``."""
 
     def check(self, run: Run, checkpoint: str | None = None) -> None:
-        # A module's arguments may differ, as a folder's name does; its parameters must not.
-        # A launcher's decisions may differ from node to node, and from ranks that came at first to those that came later.
-        own = {
-            "passed_over",
-            "hyperparameters",
-            *(("devices", "nodes") if run.plan.processes is None else ()),
-        }
+        # A module's arguments may differ, for example a folder's name; its parameters must not.
+        own = {"passed_over", "hyperparameters"}
+        # A launcher's decisions may differ between nodes, and between earlier and later ranks.
+        if run.plan.processes is None:
+            own |= {"devices", "nodes"}
         plan = {key: value for key, value in run.plan.as_dict().items() if key not in own}
-        # Ranks with other parameters would hang, or average gradients of different ones.
+        # Ranks with different parameters would hang, or average gradients of different parameters.
         parameters = {
             name: [*p.shape, p.requires_grad] for name, p in run.module.named_parameters()
         }
@@ -57,10 +55,10 @@ class SeveralRanks(OneRank):
             )
 
     def count_batches(self, run: Run, name: str, stage: Stage) -> Stage:
-        """Learn how many batches the longest rank has in each loader; in training all must have equally many.
+        """Find the largest number of batches of each loader over all ranks.
 
         Raises:
-            TrainingError: training loaders of different lengths: the shorter rank's peers would hang.
+            TrainingError: training loaders have different lengths; longer ranks would hang.
         """
         if not stage.loaders:
             return stage
@@ -72,8 +70,9 @@ class SeveralRanks(OneRank):
         lengths_unknown = not table[:, 0].all()
         if name == "train" and not lengths_unknown and bool((table != table[0]).any()):
             raise TrainingError(
-                f"the ranks' training loaders have different lengths: {[int(n) for n in table[:, 1]]} batches, rank by rank. "
-                "Fix: give every rank the same data and let it be sharded, or make the shards equally long"
+                "the ranks' training loaders have different lengths: "
+                f"{[int(n) for n in table[:, 1]]} batches, rank by rank. Fix: give every rank the "
+                "same data, which geartrain shards, or make the shards equally long"
             )
         most = [None if int(column.min()) < 0 else int(column.max()) for column in table[:, 1:].T]
         return replace(stage, max_batches=most, lengths_unknown=lengths_unknown)
@@ -105,7 +104,7 @@ class SeveralRanks(OneRank):
 
     def gather_states(self, run: Run, mine: dict[str, Any]) -> list[dict[str, Any]]:
         ranks = [mine]
-        for rank in range(1, run.world.size):  # one at a time: so few are in memory at once
+        for rank in range(1, run.world.size):  # one rank at a time, to use less memory
             theirs = run.hooks.broadcast(
                 run=run, obj=mine if run.world.rank == rank else None, src=rank
             )
@@ -120,7 +119,7 @@ class SeveralRanks(OneRank):
 
 
 def _marked(run: Run, batches: Iterable[tuple[Any, bool]]) -> Iterator[Any]:
-    """Yield batches. While a repeated one is used, ``run.repeating`` is true, and logged values and metrics' updates are thrown away."""
+    """Yield batches; for a repeated one, set ``run.repeating`` and discard its logs and metrics."""
     for batch, again in batches:
         with _thrown_away(run) if again else nullcontext():
             yield batch
@@ -128,7 +127,7 @@ def _marked(run: Run, batches: Iterable[tuple[Any, bool]]) -> Iterator[Any]:
 
 @contextmanager
 def _thrown_away(run: Run) -> Iterator[None]:
-    """Leave no trace of logged values and of updates of other libraries' metrics."""
+    """Discard logged values and updates of other libraries' metrics."""
     run.repeating = True
     try:
         with run.logs.scope(keep=False), ExitStack() as stack:

@@ -1,7 +1,8 @@
-"""The stores through which ranks meet: one for the program, and a fresh one for every run.
+"""The stores through which ranks meet: one for the program, and a new one for every run.
 
-``TCPStore("127.0.0.1")`` listens on every interface, so rank 0 binds the socket itself and hands it over. A fresh store a run, because
-a process group that is made again in an old store, by a second ``fit`` or a torchrun restart, may read the first one's keys.
+``TCPStore("127.0.0.1")`` listens on every interface, so rank 0 binds the socket and passes it on.
+Each run has a new store, because a second process group in an old store may read keys of the first
+one, after a second ``fit`` or a torchrun restart.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from geartrain import TrainingError
 from geartrain.plugin_api import ClusterEnvironment
 from geartrain_parallel.sockets import bind, own_address
 
-#: The program's store by the process that made it: a forked rank must connect again, and must not destroy its starter's server.
+#: Process id -> the program's store. A forked rank must connect again, and must not destroy the
+#: store of its starter.
 _program: dict[int, TCPStore] = {}
 
 
 def serve(listener: socket.socket, timeout: timedelta) -> TCPStore:
-    """Return a store on a bound socket, which it takes over."""
+    """Return a store on a bound socket, which then belongs to the store."""
     address, port = listener.getsockname()[:2]
     return TCPStore(
         address,
@@ -39,19 +41,20 @@ def connect(address: str, port: int, timeout: timedelta, rank: int) -> TCPStore:
     """Return the store of rank 0.
 
     Raises:
-        TrainingError: there is no answer until the timeout.
+        TrainingError: rank 0 does not answer within the timeout.
     """
     try:
         return TCPStore(address, port, None, False, timeout=timeout, wait_for_workers=False)
     except (DistError, RuntimeError, ValueError) as error:
         raise TrainingError(
-            f"rank {rank} reached no rank 0 at {address}:{port} within {timeout.total_seconds():.0f} s. Fix: MASTER_ADDR and MASTER_PORT "
-            f"must be the same on every node and reachable from it ({str(error).splitlines()[0]})"
+            f"rank {rank} reached no rank 0 at {address}:{port} within "
+            f"{timeout.total_seconds():.0f} s. Fix: set the same MASTER_ADDR and MASTER_PORT on "
+            f"every node, reachable from all of them ({str(error).splitlines()[0]})"
         ) from error
 
 
 def serve_program(address: str, port: int | None, timeout: timedelta) -> int:
-    """Serve the store of this program, once, before other ranks are started.
+    """Serve the store of this program, once, before other ranks start.
 
     Returns:
         Its port.
@@ -65,18 +68,24 @@ def serve_program(address: str, port: int | None, timeout: timedelta) -> int:
 
 
 def run_store(place: ClusterEnvironment, key: str, timeout: timedelta) -> TCPStore:
-    """Return a fresh store for one run of this program; ``MASTER_ADDR`` and ``MASTER_PORT`` then name it, so that
-    ``torch.distributed.init_process_group("gloo")`` meets there.
+    """Return a new store for one run of this program.
+
+    ``MASTER_ADDR`` and ``MASTER_PORT`` then name it, so that ranks meet there in
+    ``torch.distributed.init_process_group("gloo")``.
 
     Args:
-        key: names the run. No other run of the program may have it: a rank could read where that one's store was.
+        place: this rank, and the address of the program's store.
+        key: the run's name. It is unique in the program; otherwise a rank could read the address of
+            another run's store.
+        timeout: how long to wait for rank 0.
 
     Raises:
-        TrainingError: rank 0 cannot be reached, or does not come; or an earlier run has failed, which closed the connection to the store.
+        TrainingError: rank 0 cannot be reached, or does not come; or an earlier run has failed,
+            which closed the connection to the store.
     """
     assert place.master_addr is not None
     assert place.master_port is not None
-    # A restart by torchrun is another program to the store that its agents keep.
+    # torchrun's agents keep the store during a restart, which counts as another program.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         serve_program(place.master_addr, place.master_port, timeout)
@@ -95,7 +104,8 @@ def run_store(place: ClusterEnvironment, key: str, timeout: timedelta) -> TCPSto
         ) from error
     except (DistError, RuntimeError) as error:
         raise TrainingError(
-            f"rank {place.rank} waited {timeout.total_seconds():.0f} s for rank 0 to begin this run: {error}"
+            f"rank {place.rank} waited {timeout.total_seconds():.0f} s for rank 0 to begin this "
+            f"run: {error}"
         ) from error
     if store is None:
         store = connect(address, int(port), timeout, place.rank)

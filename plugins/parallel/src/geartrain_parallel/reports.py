@@ -1,4 +1,4 @@
-"""The failure of this rank's own run: noted when it happens, and written where the rank's supervisor reads it."""
+"""Record the failure of this rank's run, and write it to the file that its supervisor reads."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 class _OwnRun:
     """The state of this process's run."""
 
-    #: Shuts down the connections to other ranks that the run has opened.
+    #: Shuts down the run's connections to other ranks.
     disconnect: Callable[[], None] | None = None
-    #: When the run failed, in seconds since the epoch: before teardown, which takes time.
+    #: The time of the failure, before teardown, in seconds since the epoch.
     failed_at: float | None = None
-    #: True after ``on_exception`` and ``teardown`` have run: the rank only has to leave its group.
+    #: True after ``on_exception`` and ``teardown`` have run: the rank only leaves its group.
     is_leaving: bool = False
 
 
@@ -32,20 +32,21 @@ _run = _OwnRun()
 
 
 def begin(disconnect: Callable[[], None] | None = None) -> None:
-    """Start a run: the failure of an earlier one, which the program survived, is past.
+    """Start a run, and forget the failure of an earlier run that the program survived.
 
     Args:
-        disconnect: shuts down the connections to other ranks that the run has opened.
+        disconnect: shuts down the run's connections to other ranks.
     """
     global _run
     _run = _OwnRun(disconnect)
 
 
 def report(error: BaseException) -> None:
-    """Note when this rank failed, and write its error for its supervisor: before teardown, which makes other ranks fail too.
+    """Record when this rank failed, and write its error for its supervisor.
 
-    The first error of a run stays. The error of a later run replaces it, but not on a rank that geartrain has started: geartrain ends its
-    ranks after a run that failed, and the rest of the program only loses its connections.
+    Call it before teardown, which makes other ranks fail, too. The first error of a run stays. The
+    error of a later run replaces it, but not on a rank that geartrain has started: geartrain ends
+    its ranks after a failed run, and the rest of their program only loses its connections.
     """
     if _run.failed_at is not None:
         return
@@ -54,8 +55,9 @@ def report(error: BaseException) -> None:
     if not path or (os.environ.get(STARTED_BY) == str(os.getpid()) and os.path.exists(path)):
         return
     text = "".join(traceback.format_exception(error)).rstrip()
-    # The format of torch.distributed.elastic.multiprocessing.errors. torchrun calls the earliest the root cause and takes whole
-    # seconds only, within which a lost connection follows its cause: it is dated a second later. ``when`` is ours.
+    # The format of torch.distributed.elastic.multiprocessing.errors. torchrun calls the earliest
+    # error the root cause, and reads whole seconds only. A lost connection may follow its cause
+    # within the same second, so it is dated a second later. ``when`` is geartrain's.
     stamp = int(_run.failed_at) + is_connection(str(error))
     message = {
         "message": f"{type(error).__name__}: {error}\n{text}",
@@ -64,9 +66,9 @@ def report(error: BaseException) -> None:
     try:
         with open(f"{path}.part", "w", encoding="utf-8") as file:
             json.dump({"message": message}, file)
-        os.replace(file.name, path)  # never half of it: the supervisor looks at any moment
+        os.replace(file.name, path)  # atomic, because the supervisor may read it at any time
     except OSError:
-        pass  # the log has it as well
+        pass  # the log has the error, too
 
 
 def failed_at() -> float | None:
@@ -75,7 +77,7 @@ def failed_at() -> float | None:
 
 
 def leave() -> None:
-    """Note that plugins and modules have torn down: the rank only has to leave its group."""
+    """Record that plugins and modules have torn down, and the rank only leaves its group."""
     _run.is_leaving = True
 
 
@@ -85,9 +87,9 @@ def is_tearing_down() -> bool:
 
 
 def disconnect_if_failed() -> None:
-    """Shut down this rank's connections if its run failed: peers may be blocked in a collective with it, and hear nothing else.
+    """Shut down this rank's connections if its run failed, to unblock peers in a collective.
 
-    Closing is not enough while a loader worker, forked by this rank, holds a copy.
+    Closing them is not enough while a loader worker that this rank forked holds a copy.
     """
     if _run.failed_at is not None and _run.disconnect is not None:
         _run.disconnect()

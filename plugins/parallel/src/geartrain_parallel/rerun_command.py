@@ -1,4 +1,4 @@
-"""The command line that starts another rank of this program: the same one, in the directory where the program started."""
+"""The command line of other ranks: the same as this program's, in the same start directory."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ def command() -> list[str]:
     """Return the command to run again.
 
     Raises:
-        UsageError: there is none to run again, it would not do the same, or its file cannot be found from the start directory.
+        UsageError: the program has no command line, a second run would not do the same, or its file
+            cannot be found from the start directory.
     """
     reason = reason_not_rerunnable()
     if reason:
         raise UsageError(
-            f"other ranks are started by running the same command again, and {reason}. Fix: put the program in a file and run "
-            "that, or --strategy ddp_spawn (pip install geartrain-spawn), or --strategy dp (pip install geartrain-dp)"
+            f"other ranks are started by running the same command again, and {reason}. "
+            "Fix: put the program in a file and run that, or --strategy ddp_spawn "
+            "(pip install geartrain-spawn), or --strategy dp (pip install geartrain-dp)"
         )
     main = sys.modules["__main__"]
-    script = (
-        getattr(main, "__file__", None) if getattr(main, "__spec__", None) is None else None
-    )  # python -m has a spec
-    # A program that runs another script as __main__ does not name that script in its arguments.
+    is_module = getattr(main, "__spec__", None) is not None  # python -m
+    script = None if is_module else getattr(main, "__file__", None)
+    # If a program runs another script as __main__, its arguments do not name that script.
     named = [
         argument
         for argument in sys.orig_argv[1:]
@@ -38,8 +39,9 @@ def command() -> list[str]:
         and not any(_is_same_file(Path(START_DIRECTORY, argument), script) for argument in named)
     ):
         raise UsageError(
-            f"other ranks are started by running the same command again, and {script} is not found from {START_DIRECTORY}, the current "
-            "directory when geartrain was imported. Fix: import geartrain before os.chdir()"
+            f"other ranks are started by running the same command again, and {script} is not found "
+            f"from {START_DIRECTORY}, the current directory when geartrain was imported. "
+            "Fix: import geartrain before os.chdir()"
         )
     return [sys.executable, *sys.orig_argv[1:]]
 

@@ -1,4 +1,4 @@
-"""Each rank's part of the data: training shards of equal length, evaluation shards that hold every sample exactly once."""
+"""Shard data: equally long shards to train, shards with every sample exactly once to evaluate."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ if TYPE_CHECKING:
 
 
 class StridedShard(Shard):
-    """Every ``size``-th item of another sampler, from ``rank``; random samplers are seeded, so that ranks see the same order.
+    """Every ``size``-th item of another sampler, starting with the item ``rank``.
 
-    ``even`` ranks get equally many items by starting over at the end.
+    Random samplers are seeded, so that all ranks see the same order. If ``even``, ranks get equally
+    many items: a sampler that is too short starts again.
     """
 
     def __len__(self) -> int:
         total = len(self.sampler)
-        return (
-            math.ceil(total / self.size)
-            if self.even
-            else len(range(self.rank, total, self.size)) or min(total, 1)
-        )
+        if self.even:
+            return math.ceil(total / self.size)
+        return len(range(self.rank, total, self.size)) or min(total, 1)
 
     def __iter__(self) -> Iterator[Any]:
         return _part(self._all(), self.rank, self.size, self.even)
@@ -62,25 +61,22 @@ def _has_generator(sampler: Any) -> bool:
 
 
 def _part(items: Iterable[Any], rank: int, size: int, even: bool) -> Iterator[Any]:
-    """Every ``size``-th item, from ``rank``."""
-    if not isinstance(
-        items, list
-    ):  # no length, perhaps no end: in training the rest after the last full round is dropped
-        return (
-            (turn[rank] for turn in zip(*[iter(items)] * size, strict=False))
-            if even
-            else islice(items, rank, None, size)
-        )
+    """Return every ``size``-th item, starting with the item ``rank``."""
+    if not isinstance(items, list):  # no length, perhaps no end
+        if not even:
+            return islice(items, rank, None, size)
+        # In training, drop the items after the last full round.
+        return (turn[rank] for turn in zip(*[iter(items)] * size, strict=False))
     if even and items:
         target = math.ceil(len(items) / size) * size
         items = (items * math.ceil(target / len(items)))[:target]
-    # A rank without any gets one that is not its own: it repeats a batch where others still evaluate.
+    # A rank without items gets one of another rank, to repeat while others still evaluate.
     return iter(items[rank::size] or items[:1])
 
 
 @contextmanager
 def _drawing_from(seed: int) -> Iterator[None]:
-    """Let a sampler that draws from the global generators draw the same on every rank, and put them back as they were."""
+    """Seed the global generators equally on every rank, and restore them afterwards."""
     numpy = sys.modules.get("numpy.random")
     python, arrays = random.getstate(), None if numpy is None else numpy.get_state()
     with torch.random.fork_rng(devices=[]):
@@ -97,32 +93,38 @@ def _drawing_from(seed: int) -> Iterator[None]:
 
 
 def agree_on_seed(run: Run) -> int:
-    """The seed of the data's order: the plan's, else one that rank 0 draws."""
+    """Return the seed of the data's order: the plan's, or one that rank 0 draws."""
     seed = run.plan.options.seed
     drawn = random.SystemRandom().randrange(2**32) if seed is None else seed
     return int(run.hooks.broadcast(run=run, obj=drawn, src=0))
 
 
 def shard(run: Run, loader: Iterable[Any], stage: str) -> Iterable[Any]:
-    """This rank's part of a loader, for a strategy's ``shard_dataloader``.
+    """Return this rank's part of a loader, for a strategy's ``shard_dataloader``.
 
-    A random or sequential sampler is replaced, keeping the loader's own shuffling. A sampler of the user is wrapped. A
-    ``DistributedSampler`` of the user is kept, and so is anything that is not a DataLoader of a dataset with a length.
+    A random or sequential sampler is replaced by one with the loader's shuffling. Another sampler
+    of the user is wrapped. A user's ``DistributedSampler`` is kept. A loader that is not a
+    DataLoader of a dataset with a length is kept, with a warning.
 
-    To predict, ranks get whole batches of the loader in turn: one output a batch is then the same as in one process.
+    To predict, ranks get whole batches of the loader in turn, so that the outputs are those of one
+    process.
+
+    Args:
+        run: this rank's run.
+        loader: the user's loader.
+        stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
     """
     rank, size = run.world.rank, run.world.size
     if size == 1 or not run.plan.options.use_distributed_sampler:
         return loader
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         what = type(getattr(loader, "dataset", loader)).__name__
-        result = (
-            ". What predict returns has the outputs of rank 0, then those of rank 1, and so on"
-            if stage == "predict"
-            else ""
-        )
+        result = ""
+        if stage == "predict":
+            result = ". predict returns the outputs of rank 0, then those of rank 1, and so on"
         warnings.warn(
-            f"{what} cannot be sharded: every rank sees all of it, unless it shards itself by self.trainer.global_rank{result}",
+            f"{what} cannot be sharded: every rank sees all of it, unless it shards itself by "
+            f"self.trainer.global_rank{result}",
             stacklevel=2,
         )
         return loader
@@ -139,8 +141,9 @@ def shard(run: Run, loader: Iterable[Any], stage: str) -> Iterable[Any]:
 
 
 def _with(loader: DataLoader[Any], sampler: Any, batch_sampler: Any) -> DataLoader[Any]:
-    """The same loader with other samplers: a copy, so that a subclass keeps whatever it has, and need not be made again."""
+    """Return a copy of a loader with other samplers; a copy keeps a subclass's attributes."""
     same = copy.copy(loader)
-    # Past DataLoader.__setattr__, which refuses both: a loader whose workers run already would not hear of it. These are new.
+    # DataLoader.__setattr__ refuses both, because running workers would not see the change. The
+    # copy has no workers yet.
     same.__dict__ |= {"sampler": sampler, "batch_sampler": batch_sampler, "_iterator": None}
     return same

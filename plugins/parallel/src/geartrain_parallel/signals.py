@@ -1,4 +1,4 @@
-"""Signals that end a rank: heard once, and not while the rank is ending already."""
+"""Signals that end a rank: each raises once, and not while the rank already ends."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from geartrain_parallel.reports import ERROR_FILE, failed_at
 
 
 def raise_on_signals(signals: Sequence[signal.Signals] = SIGNALS) -> AbstractContextManager[None]:
-    """Let the signals that end a program raise ``Interrupted``, so that set-up is torn down.
+    """Make the signals that end a program raise ``Interrupted``, so that teardown runs.
 
-    A handler of the program's own stays, and so does a signal that it ignores, as SIGHUP under nohup. In another thread than the main one
-    nothing changes: Python allows handlers in that one only. A rank that another process has started ignores SIGTERM while it is ending.
+    The program's own handlers stay. Signals that it ignores stay ignored, as SIGHUP under nohup.
+    Outside the main thread nothing changes, because Python allows handlers only there. A rank that
+    another process has started ignores SIGTERM while it ends.
     """
     return plugin_api.raise_on_signals(signals, _is_ending)
 
 
 def _is_ending(number: int) -> bool:
-    """True if this rank, which another process has started, is asked to end and is about to end already."""
+    """True for SIGTERM to a rank that another process has started and that already ends."""
     if number != signal.SIGTERM or ERROR_FILE not in os.environ:
         return False
     if failed_at() is not None:
-        return True  # it is tearing down
+        return True  # it is in teardown
     error = sys.exception()
+    # Ctrl-C reaches ranks and starter at the same time, and the starter then sends SIGTERM, too.
     if isinstance(error, Interrupted):
-        return (
-            True  # Ctrl-C reaches ranks and starter at once, and the starter asks them to end, too
-        )
-    # It has just lost its peers. The signal came while it was in a collective and is handled only now: another error here would keep it
-    # from tearing down.
+        return True
+    # The rank has just lost its peers. The signal arrived during a collective, and Python handles
+    # it only now. Another error here would prevent teardown.
     if error is None or not is_connection(str(error)):
         return False
     error.add_note("and then this rank was asked to end, by SIGTERM")

@@ -1,4 +1,4 @@
-"""Sockets between ranks: listening on one address only, finding the way to rank 0, closing connections after a failure."""
+"""Sockets between ranks: listen on one address, find rank 0, close connections after a failure."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ def bind(address: str, port: int | None) -> socket.socket:
     except OSError as error:
         listener.close()
         raise TrainingError(
-            f"rank 0 cannot listen on {address}:{port}: {error.strerror}. Fix: MASTER_ADDR must be this node's address and MASTER_PORT free"
+            f"rank 0 cannot listen on {address}:{port}: {error.strerror}. "
+            "Fix: set MASTER_ADDR to this node's address and MASTER_PORT to a free port"
         ) from error
     return listener
 
 
 def own_address(place: ClusterEnvironment) -> str:
-    """Return the address by which other ranks reach this one: loopback if all are on this node.
+    """Return the address at which other ranks reach this one: loopback if all are on this node.
 
     Raises:
         TrainingError: rank 0's node cannot be reached.
@@ -55,7 +56,7 @@ def own_address(place: ClusterEnvironment) -> str:
 def interface(place: ClusterEnvironment) -> str | None:
     """Return the network interface that leads to rank 0, or ``None`` if it is not known.
 
-    Without it gloo looks its own host name up and listens there.
+    Without it, gloo resolves its host name and listens there.
     """
     mine = own_address(place)
     if mine.startswith("127."):
@@ -64,7 +65,7 @@ def interface(place: ClusterEnvironment) -> str | None:
 
 
 def open_sockets() -> set[tuple[int, str]]:
-    """Return this process's open sockets, each as (descriptor, identity); none on a system without /proc."""
+    """Return this process's open sockets as (descriptor, identity); none without /proc."""
     found = set()
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         try:
@@ -80,16 +81,16 @@ def shut_down(sockets: set[tuple[int, str]]) -> None:
     """Close the TCP connections of a run that failed; their owners keep the descriptors."""
     for descriptor, _ in sockets:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-            if (
-                connection.family in (socket.AF_INET, socket.AF_INET6)
-                and connection.type == socket.SOCK_STREAM
-            ):
-                connection.getpeername()  # raises for a listening one, which gloo must keep: it aborts when accept() fails
+            is_internet = connection.family in (socket.AF_INET, socket.AF_INET6)
+            if is_internet and connection.type == socket.SOCK_STREAM:
+                # getpeername() raises for a listening socket, which must stay: gloo aborts if
+                # accept() fails.
+                connection.getpeername()
                 connection.shutdown(socket.SHUT_RDWR)
 
 
 def _resolve(address: str) -> tuple[int, Any]:
-    """Return family and socket address of a host's name or number."""
+    """Return family and socket address of a host's name or address."""
     try:
         family, _, _, _, there = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
     except OSError as error:
@@ -99,7 +100,8 @@ def _resolve(address: str) -> tuple[int, Any]:
 
 def _unreachable(address: str, error: OSError) -> TrainingError:
     return TrainingError(
-        f"rank 0's node cannot be reached: MASTER_ADDR={address}: {error.strerror}. Fix: its name or number as seen from here"
+        f"rank 0's node cannot be reached: MASTER_ADDR={address}: {error.strerror}. "
+        "Fix: set it to the node's name or address as seen from this node"
     )
 
 
@@ -109,9 +111,8 @@ def _address_of(interface: str) -> str | None:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            answer = fcntl.ioctl(
-                probe.fileno(), 0x8915, struct.pack("256s", interface.encode()[:15])
-            )  # SIOCGIFADDR
+            request = struct.pack("256s", interface.encode()[:15])
+            answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
         except OSError:
             return None
     return socket.inet_ntoa(answer[20:24])

@@ -1,4 +1,4 @@
-"""The base class of strategies whose ranks talk through torch.distributed."""
+"""The base class of strategies whose ranks use torch.distributed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from geartrain_parallel.reports import disconnect_if_failed
 
 
 class ProcessGroupStrategy:
-    """Starts or joins ranks, gives each its part of the data, and answers collectives with torch.distributed's default process group.
+    """Starts or joins ranks, shards data, and implements collectives with torch.distributed.
 
-    A subclass makes this group in ``setup_process_group`` and reduces gradients. It may override every other hook, too.
+    Collectives use the default process group. A subclass makes this group in
+    ``setup_process_group``, and reduces gradients. It may override every other hook, too.
     """
 
-    #: How long ranks wait for each other to come.
+    #: How long ranks wait for each other at the start.
     timeout: timedelta = timedelta(minutes=30)
 
     @hookimpl
@@ -43,16 +44,18 @@ class ProcessGroupStrategy:
     @hookimpl
     def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
         model = model.to(run.device)
+        # Without a seed every rank has different weights.
         if run.world.size > 1:
-            collectives.broadcast_weights(
-                run, model
-            )  # without a seed every rank has made other weights
+            collectives.broadcast_weights(run, model)
         return model
 
     def average_gradients(
         self, run: Run, parameters: Sequence[nn.Parameter], changed: Sequence[bool]
     ) -> list[nn.Parameter]:
-        """Average gradients over ranks; see :func:`geartrain.parallel.average_gradients`. geartrain-manual calls it after each backward."""
+        """Average gradients over ranks; see :func:`geartrain.parallel.average_gradients`.
+
+        geartrain-manual calls it after each backward.
+        """
         return collectives.average_gradients(run, parameters, changed)
 
     # --- collectives ------------------------------------------------------------------------------
@@ -77,8 +80,9 @@ class ProcessGroupStrategy:
     @hookimpl
     def teardown_process_group(self) -> None:
         if dist.is_initialized():
-            # What wrapped the model goes before the process group. As the group's last owner, DDP's reducer would end gloo's threads while
-            # it holds the GIL, and hang where one of them waits for it; and a group that outlives the run may abort the interpreter.
+            # Destroy the model's wrapper before the process group. If DDP's reducer were the last
+            # owner of the group, it would end gloo's threads while it holds the GIL, and hang if a
+            # thread waits for the GIL. A group that outlives the run may abort the interpreter.
             gc.collect()
             disconnect_if_failed()
             dist.destroy_process_group()

@@ -14,14 +14,14 @@ from typing import Protocol
 from geartrain_parallel.failures import Failure, Verdict, judge
 from geartrain_parallel.patience import Patience
 
-#: Seconds after which a rank that has not reported an error is asked to end again.
+#: Seconds between two SIGTERMs to a rank that has not reported an error.
 _AGAIN = 1.0
-#: Lines of a rank's output that are shown.
+#: The number of last lines of a rank's output to show.
 _LINES = 40
 
 
 class RankHandle(Protocol):
-    """A rank that a supervisor watches; the strategy that has started it knows how."""
+    """A rank that a supervisor watches; the strategy that starts ranks implements it."""
 
     @property
     def number(self) -> int:
@@ -32,7 +32,7 @@ class RankHandle(Protocol):
 
     @property
     def sentinel(self) -> int:
-        """A descriptor that can be read when the process has ended."""
+        """A file descriptor that becomes readable when the process ends."""
 
     def poll(self) -> int | None:
         """Return the exit code, negative after a signal; ``None`` while the process runs."""
@@ -45,13 +45,13 @@ class RankHandle(Protocol):
 
 
 class Supervisor:
-    """Watches ranks of one node.
+    """Watches the ranks of one node.
 
     Args:
-        ranks: those that were started; the list may grow until the first call of a method.
+        ranks: the started ranks; the list may grow until the first call of a method.
         logs: the folder of ``rank-N.log``.
         patience: how long ranks may take.
-        clock: seconds since the epoch.
+        clock: returns seconds since the epoch.
     """
 
     def __init__(
@@ -62,24 +62,26 @@ class Supervisor:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._ranks, self._logs, self._patience, self._clock = ranks, logs, patience, clock
-        #: Seconds between two looks, at most.
+        #: The most seconds between two checks.
         self.period = min(2.0, patience.stopped / 4)
         self._looked = clock()
-        #: For how many seconds ranks have been stopped.
+        #: Rank -> seconds for which it has been stopped.
         self._stopped: dict[int, float] = {}
         self._codes: dict[int, int] = {}
         self._lock = threading.Lock()
-        #: Failures of ranks that failed by themselves.
+        #: Failures of ranks that this supervisor did not end.
         self.failures: list[Failure] = []
         #: Ranks that had reported no error when this supervisor ended them.
         self.silent: list[int] = []
-        #: True once this supervisor ends the ranks. Later failures are its own doing and are not noted.
+        #: True once this supervisor ends the ranks. It causes later failures, and ignores them.
         self.is_ending = False
 
     # --- watching ---------------------------------------------------------------------------------
 
     def watch(self, *wake: int) -> bool:
-        """Wait until a rank fails, or a descriptor of ``wake`` can be read; without one, until all ranks have ended.
+        """Wait until a rank fails or a descriptor of ``wake`` is readable.
+
+        Without descriptors, wait until a rank fails or all ranks have ended.
 
         Returns:
             True if a rank has failed.
@@ -92,11 +94,12 @@ class Supervisor:
             ready = self.wait(self.period, *wake)
 
     def wait(self, seconds: float, *wake: int) -> list[int]:
-        """Wait until a rank ends or a descriptor of ``wake`` can be read; return the descriptors that can be read."""
-        return connection.wait([*wake, *(rank.sentinel for rank in self._running())], seconds)  # type: ignore[return-value]
+        """Wait until a rank ends or a descriptor of ``wake`` is readable; return readable ones."""
+        sentinels = [rank.sentinel for rank in self._running()]
+        return connection.wait([*wake, *sentinels], seconds)  # type: ignore[return-value]
 
     def look(self) -> None:
-        """Note which ranks have ended, and which have failed or have been stopped for too long."""
+        """Check which ranks have ended, have failed, or have been stopped for too long."""
         with self._lock:
             if not self.is_ending:
                 self._find_stopped()
@@ -124,15 +127,16 @@ class Supervisor:
         return any(failure.rank == rank.number for failure in self.failures)
 
     def _failure(self, rank: RankHandle, code: int) -> Failure:
-        # A rank that a signal ends during teardown has failed by the error that it reported.
+        # If a signal ends a rank during teardown, the error that it reported is the failure.
         return rank.error() or Failure(
             rank.number, self._clock(), f"exit code {code}", signal=-code if code < 0 else None
         )
 
     def _find_stopped(self) -> None:
-        """Note ranks that were stopped (SIGSTOP) and do not continue: the others wait for them until their collectives time out.
+        """Find ranks that were stopped (SIGSTOP): others would wait for them until a timeout.
 
-        Only time in which this process runs counts, so a job that is suspended and resumed as a whole was not stopped.
+        Only time in which this process runs counts, so that a whole job may be suspended and
+        resumed.
         """
         limit, now = self._patience.stopped, self._clock()
         passed, self._looked = min(now - self._looked, 2 * self.period), now
@@ -140,7 +144,10 @@ class Supervisor:
         self._stopped = {
             rank.number: self._stopped.get(rank.number, -passed) + passed for rank in stopped
         }
-        message = f"it has been stopped (SIGSTOP) for {limit:g} s, and the others wait for it. Fix: suspend all ranks of a run, or none"
+        message = (
+            f"it has been stopped (SIGSTOP) for {limit:g} s, and the others wait for it. "
+            "Fix: suspend all ranks of a run, or none"
+        )
         late = [
             rank
             for rank in stopped
@@ -151,27 +158,27 @@ class Supervisor:
     # --- ending -----------------------------------------------------------------------------------
 
     def unwind(self) -> None:
-        """Give ranks a moment to end by themselves after a failure, which closes their connections; then end those that have not."""
-        self._signal(
-            signal.SIGKILL, [rank for rank in self._running() if self._has_failed(rank)]
-        )  # stopped: others wait for it
+        """Wait until ranks end after a failure, which closes their connections; then end the rest."""
+        # A rank that has failed and still runs is stopped: others wait for it.
+        self._signal(signal.SIGKILL, [rank for rank in self._running() if self._has_failed(rank)])
         self._wait_until_ended(self._patience.unwind)
         self.end()
 
     def end(self) -> None:
-        """End every rank: SIGTERM, seconds to tear down, SIGKILL."""
+        """End every rank: SIGTERM, some seconds to tear down, SIGKILL."""
         self.begin_end()
-        self._signal(
-            signal.SIGKILL, [rank for rank in self._running() if is_stopped(rank.pid)]
-        )  # it hears no other signal
+        # A stopped process handles no other signal.
+        self._signal(signal.SIGKILL, [rank for rank in self._running() if is_stopped(rank.pid)])
         self._wait_until_ended(self._patience.grace, self._ask_to_end)
         self._signal(signal.SIGKILL, self._running())
-        self._wait_until_ended(
-            self._patience.grace
-        )  # with a limit: a process may be stuck in a device's driver
+        # With a limit, because a process may be stuck in a device's driver.
+        self._wait_until_ended(self._patience.grace)
 
     def begin_end(self) -> None:
-        """Note that this supervisor now ends the ranks. A rank that has reported its error, and is slow to tear down, has failed too."""
+        """Mark that this supervisor now ends the ranks.
+
+        A rank that has reported an error and is still in teardown has failed, too.
+        """
         self.look()
         with self._lock:
             if not self.is_ending:
@@ -185,8 +192,9 @@ class Supervisor:
                 self.silent = [number for number, error in errors.items() if error is None]
 
     def _ask_to_end(self) -> None:
-        # Again and again: after Ctrl-C, which a terminal sends to ranks as well, a second signal on its heels may let the kernel hand
-        # both to another thread of a rank. Then the main thread, where Python handles signals, continues to wait.
+        # Repeatedly: a terminal sends Ctrl-C to ranks, too. If SIGTERM follows at once, the kernel
+        # may deliver both to another thread of a rank. The main thread, where Python handles
+        # signals, then continues to wait.
         self._signal(signal.SIGTERM, [rank for rank in self._running() if rank.error() is None])
 
     def _signal(self, number: int, ranks: Sequence[RankHandle]) -> None:
@@ -211,14 +219,14 @@ class Supervisor:
         """Decide which rank is to blame; see :func:`geartrain_parallel.failures.judge`.
 
         Args:
-            own: the failure of the supervising process, if that is a rank too.
-            silent: ranks that were late if all that this supervisor watches reported a timeout.
-            left: ranks that ended with exit code 0 before the run did.
+            own: the failure of the supervising process, if that is a rank, too.
+            silent: ranks that were late if all watched ranks reported a timeout.
+            left: ranks that ended with exit code 0 before the run ended.
         """
         return judge([*self.failures, *own], self.silent or silent, left)
 
     def show_log(self, rank: int) -> str:
-        """Print the end of a rank's output; return the message's last line, which says where all of it is."""
+        """Print the end of a rank's output; return a message's last line, with the log's path."""
         path = self._logs / f"rank-{rank}.log"
         if not path.exists():
             return ""
@@ -234,10 +242,9 @@ class Supervisor:
 
 
 def is_stopped(pid: int) -> bool:
-    """True if a process is stopped, but not by a debugger: until it continues it handles no signal but SIGKILL."""
+    """True if a process is stopped, but not by a debugger; it then handles only SIGKILL."""
     try:
-        return (
-            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-        )  # a debugger's is a small t
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False  # it has ended; or this system has no /proc, and a stopped rank is a late one
+        return False  # it has ended; or the system has no /proc, and stopped ranks time out
+    return state == "T"  # "t" under a debugger

@@ -1,4 +1,4 @@
-"""Uneven inputs: every rank calls its step equally often, so that collectives inside it cannot deadlock."""
+"""Uneven inputs: ranks call their steps equally often, so that collectives cannot deadlock."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ from torch.utils.data import IterableDataset
 from geartrain import Run, TrainingError
 from geartrain.plugin_api import length
 
-#: In place of a batch where a rank has run out.
+#: Stands for a batch after a rank has run out.
 _OUT = object()
 
 
 def is_sure(loader: Any) -> bool:
-    """True if a loader's length is certain: an IterableDataset's is an estimate, if it has one."""
-    return (
-        not isinstance(getattr(loader, "dataset", None), IterableDataset)
-        and length(loader) is not None
-    )
+    """True if a loader's length is certain; the length of an IterableDataset is an estimate."""
+    dataset = getattr(loader, "dataset", None)
+    return not isinstance(dataset, IterableDataset) and length(loader) is not None
 
 
 def until_first_rank_is_done(run: Run, batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield batches to train on until the first rank has run out, with one small collective a batch."""
+    """Yield batches to train on until a rank has run out, with one small collective per batch."""
     iterator = iter(batches)
     while True:
         batch = next(iterator, _OUT)
@@ -34,7 +32,8 @@ def until_first_rank_is_done(run: Run, batches: Iterable[Any]) -> Iterator[Any]:
         if out:
             if len(out) < run.world.size:
                 warnings.warn(
-                    f"the training loaders of ranks {out} have run out before the others': the epoch ends on all ranks",
+                    f"the training loaders of ranks {out} have run out before the others': "
+                    "the epoch ends on all ranks",
                     stacklevel=2,
                 )
             return
@@ -44,11 +43,13 @@ def until_first_rank_is_done(run: Run, batches: Iterable[Any]) -> Iterator[Any]:
 def until_all_ranks_are_done(
     run: Run, batches: Iterable[Any], limit: int | None
 ) -> Iterator[tuple[Any, bool]]:
-    """Yield batches to evaluate, each with True if this rank has used its ``limit`` or run out and repeats its last; one small collective
-    a batch.
+    """Yield batches to evaluate, with one small collective per batch.
+
+    Each has True if this rank repeats its last batch, because it has used its ``limit`` or has run
+    out.
 
     Raises:
-        TrainingError: this rank never had one that it could repeat.
+        TrainingError: this rank has no batch to repeat.
     """
     iterator, last, done = islice(batches, None if limit is None else max(limit, 1)), _OUT, 0
     while True:
@@ -59,7 +60,8 @@ def until_all_ranks_are_done(
         last = last if batch is _OUT else batch
         if last is _OUT:
             raise TrainingError(
-                f"the loader to {run.stage} gives rank {run.world.rank} no batch, and others some. Fix: give each rank one at least"
+                f"the loader to {run.stage} gives rank {run.world.rank} no batch, and others some. "
+                "Fix: give each rank at least one"
             )
         done += 1
         yield last, repeats
@@ -68,7 +70,10 @@ def until_all_ranks_are_done(
 def repeated(
     batches: Iterable[Any], limit: int | None, rounds: int | None
 ) -> Iterator[tuple[Any, bool]]:
-    """This rank's ``limit`` batches, and then the last again until every rank had its ``rounds``; each with whether it is again."""
+    """Yield ``limit`` batches, then the last one again, until there are ``rounds``.
+
+    Each has True if it is repeated.
+    """
     if limit == rounds or limit is None or rounds is None:
         yield from ((batch, False) for batch in islice(batches, limit))
         return
@@ -81,6 +86,6 @@ def repeated(
 
 
 def _exhausted_ranks(run: Run, out: bool) -> list[int]:
-    """The ranks that have run out."""
+    """Return the ranks that have run out."""
     table = run.hooks.log_sync(run=run, values=torch.tensor([out], dtype=torch.float64))
     return [rank for rank, value in enumerate(table[:, 0].tolist()) if value]

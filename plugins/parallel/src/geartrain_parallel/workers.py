@@ -1,7 +1,8 @@
 """Start this node's other ranks and supervise them, while this process works as local rank 0.
 
-Rank 0 may be blocked in a collective, in which no Python signal handler runs until the timeout, and aborting the group does not
-help; but the end of its peers unblocks it within milliseconds. So a thread, woken by a worker's exit or by a signal, ends the others.
+Rank 0 may be blocked in a collective. There no Python signal handler runs until the timeout, and
+aborting the group does not help. The end of its peers unblocks it within milliseconds. So a thread,
+which a worker's exit or a signal wakes up, ends the others.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _exit = os._exit
 
 @dataclass(frozen=True, slots=True)
 class _Worker:
-    """One of the other ranks; it runs the same command."""
+    """One of the other ranks, which runs the same command."""
 
     number: int
     process: subprocess.Popen[bytes]
@@ -60,7 +61,7 @@ class _Worker:
                 TEMPORARY: util.get_temp_dir(),
                 ERROR_FILE: str(error_file),
             },
-            start_new_session=True,  # Ctrl-C is this process's business
+            start_new_session=True,  # so that only this process gets Ctrl-C
         )
         return cls(number, process, os.pidfd_open(process.pid), error_file)
 
@@ -72,9 +73,9 @@ class _Worker:
         return self.process.poll()
 
     def signal(self, number: int) -> None:
-        """Send a signal to the rank and its children, which it may not be able to end itself."""
+        """Send a signal to the rank and its children, which the rank may be unable to end."""
         if self.process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # another thread has just seen it end
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
                 os.killpg(self.pid, number)
 
     def error(self) -> Failure | None:
@@ -86,28 +87,27 @@ class Workers:
 
     Args:
         environments: one for each rank to start, with its ``RANK``.
-        logs: folder for ``rank-N.log``; if ``None``, a temporary one, which is removed after success.
+        logs: folder for ``rank-N.log``; if ``None``, a temporary one, which is removed after
+            success.
     """
 
     def __init__(self, environments: list[Mapping[str, str]], logs: Path | None) -> None:
-        command, self._patience = (
-            rerun_command.command(),
-            Patience.from_environment(),
-        )  # first: they may refuse, and nothing is left
+        # First, because these may raise an error, and nothing has started yet.
+        command, self._patience = rerun_command.command(), Patience.from_environment()
         ranks = [int(environment["RANK"]) for environment in environments]
         self._own_rank = min(ranks) - 1
         #: True if every rank of the program is on this node.
-        self._are_all = {int(environment.get("WORLD_SIZE", 0)) for environment in environments} == {
-            len(environments) + 1
-        }
+        sizes = {int(environment.get("WORLD_SIZE", 0)) for environment in environments}
+        self._are_all = sizes == {len(environments) + 1}
         self._temporary = logs is None
+        # Absolute, because ranks start in another folder.
         self.logs = (
             Path(tempfile.mkdtemp(prefix="geartrain-logs-")) if logs is None else logs.absolute()
-        )  # ranks start in another folder
+        )
         self.logs.mkdir(parents=True, exist_ok=True)
         self._workers: list[_Worker] = []
         self.supervisor = Supervisor(self._workers, self.logs, self._patience)
-        #: True after a run that failed, whose error has named the rank to blame.
+        #: True after a failed run, whose error has named the rank to blame.
         self._reported = False
         try:
             for environment in environments:
@@ -123,7 +123,7 @@ class Workers:
         """Work as this rank while the others are watched.
 
         Raises:
-            TrainingError: another rank failed first; it names the rank and shows its error and log.
+            TrainingError: another rank failed first. The message has that rank, its error and log.
             BaseException: this rank's own error.
         """
         if self._reported or self.supervisor.is_ending:
@@ -132,7 +132,8 @@ class Workers:
             self._reported = True
             why = "".join(f"; {failure.describe()}" for failure in self.supervisor.failures)
             raise TrainingError(
-                f"the other ranks of this program were ended after a run that failed{why}. Fix: start the program again"
+                f"the other ranks of this program were ended after a run that failed{why}. "
+                "Fix: start the program again"
             )
         over = threading.Event()
         wake_read, wake_write = os.pipe()
@@ -151,32 +152,29 @@ class Workers:
                 raise
             finally:
                 over.set()
-                with contextlib.suppress(
-                    OSError
-                ):  # full: the watcher wakes anyway; or closed, in a child that user code forked
-                    os.write(
-                        wake_write, b"\0"
-                    )  # closing wakes no reader while a child that was forked earlier holds a copy
+                # Write, because closing wakes no reader while a forked child holds a copy. OSError:
+                # the pipe is full and wakes the watcher, or it is closed, in a child of user code.
+                with contextlib.suppress(OSError):
+                    os.write(wake_write, b"\0")
                 watcher.join()
                 signal.set_wakeup_fd(old_wake)
 
     @contextmanager
     def _exits_fail(self) -> Iterator[None]:
-        """Make ``os._exit(0)`` in this process fail: it skips all of Python, and the program would end as if the run had succeeded."""
+        """Make ``os._exit(0)`` fail in this process, which would otherwise look like success."""
         mine = os.getpid()
 
         def leave(status: int) -> NoReturn:
             if os.getpid() != mine:
-                _exit(status)  # a forked child: multiprocessing ends each of them in this way
+                _exit(status)  # a forked child, which multiprocessing ends in this way
             try:
                 if status == 0:
                     message = (
                         f"rank {self._own_rank} left the program before the run ended (os._exit(0))"
                     )
                     print(f"geartrain: {message}", file=sys.stderr, flush=True)
-                for worker in (
-                    self._workers
-                ):  # not their process groups, in which multiprocessing's tracker has to clean up
+                # Not the process groups: multiprocessing's tracker there must still clean up.
+                for worker in self._workers:
                     worker.process.kill()
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         worker.process.wait(self._patience.grace)
@@ -191,7 +189,7 @@ class Workers:
             os._exit = before
 
     def _watch(self, wake: int, over: threading.Event) -> None:
-        """End the others after a failure or a signal to this process, and this process if it does not end then."""
+        """End the others after a failure or a signal, and then this process if it does not end."""
         while True:
             failed = self.supervisor.watch(wake)
             if over.is_set():
@@ -204,14 +202,16 @@ class Workers:
                 return self._kill_if_stuck(over)
 
     def _kill_if_stuck(self, over: threading.Event) -> None:
-        """End this process if it does not end by itself: its peers are dead, so any collective on rank 0 has failed. If rank 0 still
-        works, it hangs in something else, and the process must end with the cause shown."""
+        """End this process if it does not end by itself.
+
+        The other ranks are dead, so any collective on rank 0 has failed. If rank 0 is still alive,
+        it hangs in something else, and must end with the cause shown.
+        """
         began, grace = time.monotonic(), self._patience.grace
         if over.wait(grace):
             return
-        if (
-            failed_at() is None
-        ):  # a sleep or a Python loop hears this; a rank that tears down must not
+        # This interrupts a sleep or a Python loop, but must not interrupt teardown.
+        if failed_at() is None:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         if over.wait(grace):
             return
@@ -226,27 +226,30 @@ class Workers:
         )
         took = time.monotonic() - began
         self.show_logs()
-        _fail(f"{cause}. This rank did not come to an end within {took:.0f} s and is stopped.")
+        _fail(f"{cause}. This rank did not end within {took:.0f} s and is stopped.")
 
     # --- afterwards -------------------------------------------------------------------------------
 
     def _raise_first_failure(self, error: BaseException) -> None:
-        """This rank failed. If another rank is to blame, raise that instead: this rank's error is only the connection that was closed."""
+        """After a failure of this rank, raise the error of the rank to blame, if that is another.
+
+        The error of this rank is then only the closed connection.
+        """
         own = Failure.of(self._own_rank, failed_at() or time.time(), error)
         self._reported = True
-        # Each rank that waited reports a timeout; the rank that they waited for reports nothing, or is this one.
+        # Ranks that waited report a timeout. The late rank reports nothing, or is this one.
         silent = [0] if self._are_all and not is_timeout(str(error)) else []
         if isinstance(error, KeyboardInterrupt):
             self.supervisor.end()
             verdict = self.supervisor.judge(silent=silent)
         else:
-            # A worker that failed has closed its connections before it has exited; one that we failed needs a moment to tear down.
+            # A failed worker closes its connections before it exits. Others need a moment to tear
+            # down after our failure.
             self.supervisor.unwind()
             verdict = self.supervisor.judge([own], silent, self.supervisor.succeeded)
         if verdict is not None and verdict.failure is not own:
-            cause = (
-                error if verdict.failure is None else None
-            )  # how this rank waited; else it is only the connection that was closed
+            # Keep this rank's error only if it is a timeout, not the closed connection.
+            cause = error if verdict.failure is None else None
             raise TrainingError(
                 verdict.message + self.supervisor.show_log(verdict.ranks[0])
             ) from cause
@@ -257,15 +260,15 @@ class Workers:
             self.supervisor.show_log(failure.rank)
 
     def finish(self, failed: bool) -> None:
-        """Wait for the workers at the end of the program, whose script continues after ``fit`` as ours does.
+        """Wait for the workers at the end of the program: their scripts continue after ``fit``.
 
         Args:
-            failed: whether this rank's program ended by an error.
+            failed: True if this rank's program ended with an error.
 
         Raises:
-            TrainingError: one failed.
+            TrainingError: a worker failed.
         """
-        # A program that ended by an error, after its run, has nothing for which other ranks could wait.
+        # After an error of this program, the other ranks have nothing to wait for.
         deadline = time.monotonic() + self._patience.grace if failed else math.inf
         while (
             not (self.supervisor.failures or self._reported)
@@ -287,7 +290,7 @@ class Workers:
 
 
 def at_exit(workers: Workers) -> None:
-    """When the program ends, wait for its workers; one that fails after ``fit`` returned makes the command fail."""
+    """Wait for workers when the program ends; fail the command if one fails after ``fit``."""
 
     def wait() -> None:
         try:

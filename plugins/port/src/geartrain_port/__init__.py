@@ -20,7 +20,7 @@ def port(source: str, name: str = "<source>") -> PortResult:
         name: the file's name, for errors.
 
     Returns:
-        The new text, and lists of what was not ported and what has changed.
+        The new text, with notes about lines that were not ported or changed their meaning.
 
     Raises:
         UsageError: the source is not valid Python.

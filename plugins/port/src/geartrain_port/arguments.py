@@ -31,7 +31,7 @@ class Arguments:
 
     @property
     def names(self) -> list[str]:
-        """The arguments' names: ``""`` if positional and unknown, ``"*"`` or ``"**"`` if unpacked."""
+        """The arguments' names: ``""`` is positional and unknown, ``"*"`` and ``"**"`` unpacked."""
         return self._names
 
     def source(self, name: str) -> str | None:
@@ -72,7 +72,7 @@ class Arguments:
         self._args[place], self._names[place] = arg.with_changes(**changes), new
 
     def put(self, name: str, value: str, after: str | None = None) -> None:
-        """Set an argument; a new one goes after ``after`` (default: to the end, but before ``**``)."""
+        """Set an argument; add a new one after ``after``, by default last but before ``**``."""
         if name in self._names:
             self.rename(name, name, value)
             return

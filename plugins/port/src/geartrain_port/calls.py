@@ -1,4 +1,4 @@
-"""Port the arguments of ``Trainer(...)``, ``Fabric(...)``, ``LightningCLI(...)`` and ``fit(...)``."""
+"""Port the arguments of ``Trainer``, ``Fabric``, ``LightningCLI`` and ``fit``."""
 
 from __future__ import annotations
 
@@ -93,11 +93,14 @@ _IN_LIGHTNING = {
 
 
 def trainer(arguments: Arguments, words: Collection[str] = ()) -> list[Todos]:
-    """Port the arguments of ``Trainer(...)`` and return what is left to do.
+    """Port the arguments of ``Trainer(...)``.
 
     Args:
         arguments: changed in place.
         words: every name in the file.
+
+    Returns:
+        Things left to do by hand; so do the other functions.
     """
     todo: list[Todos] = []
     _note_changes(arguments, words)
@@ -131,8 +134,8 @@ def _note_changes(arguments: Arguments, words: Collection[str]) -> None:
     ]
     for name in folders:
         what = (
-            f"output={arguments.source(name)} is the folder of one run, and the next run is refused "
-            "in it: give each run its own folder"
+            f"output={arguments.source(name)} is the folder of one run, and the next run is "
+            "refused in it: give each run its own folder"
         )
         note((f"Trainer({name}=...)", what))
     lost = set(_IN_LIGHTNING)
@@ -171,7 +174,7 @@ def _note_changes(arguments: Arguments, words: Collection[str]) -> None:
 
 
 def fabric(arguments: Arguments) -> list[Todos]:
-    """Port the arguments of ``Fabric(...)``, whose loggers are plugins; return what is left to do."""
+    """Port the arguments of ``Fabric(...)``, whose loggers become plugins."""
     if "loggers" in arguments.names and arguments.literal("loggers") in (None, []):
         arguments.drop("loggers")
     return _loggers(arguments, "Fabric", "loggers")
@@ -194,7 +197,7 @@ _OF_CLI = (
 
 
 def cli(arguments: Arguments, fits: bool) -> list[Todos]:
-    """Port the arguments of ``LightningCLI(...)`` to ``gt.cli(...)`` and return what is left to do.
+    """Port the arguments of ``LightningCLI(...)`` to ``gt.cli(...)``.
 
     Args:
         arguments: changed in place.

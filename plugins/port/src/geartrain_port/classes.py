@@ -64,12 +64,15 @@ _LEFT = {
 
 
 def plain(cls: str, arguments: Arguments, has_folder: bool = False) -> list[Todos]:
-    """Port the arguments of a callback, a logger or a function, and return what is left to do.
+    """Port the arguments of a callback, a logger or a function.
 
     Args:
         cls: Lightning's name.
         arguments: changed in place.
         has_folder: True if the run has a folder, which is then the default for files.
+
+    Returns:
+        Things left to do by hand.
     """
     if cls == "ModelCheckpoint":
         _checkpoints(arguments, has_folder)

@@ -14,7 +14,7 @@ from geartrain_port import PortResult, port
 
 
 def command(name: str, argv: list[str]) -> None:
-    """Print the diff, or write the files; then list changes of meaning and what is left to do.
+    """Print the diff, or write the files; then list changes of meaning and things left to do.
 
     Raises:
         UsageError: a file does not exist, is not Python, or cannot be written.
@@ -105,7 +105,7 @@ def _diff(path: Path, before: str, after: str) -> str:
 
 
 def _say(name: str, ported: dict[Path, PortResult]) -> None:
-    """List changes of meaning and what is left, on standard error, apart from the diff.
+    """List changes of meaning and things left to do, on standard error, apart from the diff.
 
     Raises:
         GeartrainError: something is left to do by hand.

@@ -1,4 +1,4 @@
-"""Names of PyTorch Lightning and Bagua: geartrain's counterparts, and texts that say what to write.
+"""Names of PyTorch Lightning and Bagua: geartrain's counterparts, and advice for other names.
 
 The tables map a name to the text that follows "Write:". A text that starts with "nothing" means
 that there is no counterpart.

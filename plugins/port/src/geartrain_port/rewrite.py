@@ -67,7 +67,7 @@ class _Rewrite(cst.CSTTransformer):
         self._own_steps = not calls.OWN_STEPS.isdisjoint(survey.words)
 
     def _choose_names(self) -> dict[str, str]:
-        """Return names and their new names: ``LightningModule`` becomes ``Module`` if that is free."""
+        """Return new names: ``LightningModule`` becomes ``Module`` if that name is free."""
         new: dict[str, str] = {}
         for node, path in self._survey.references.items():
             if isinstance(node, cst.Name):
@@ -108,7 +108,7 @@ class _Rewrite(cst.CSTTransformer):
         return updated
 
     def _reference(self, start: str, path: str) -> str:
-        """Return the source of the counterpart of ``path``; the old source started with ``start``."""
+        """Return the source of the counterpart of ``path``, whose source starts with ``start``."""
         module, name = _target(path)
         if (module, name) in self._more:
             return name
@@ -415,8 +415,9 @@ def _target(path: str) -> tuple[str, str]:
 
 def _only(line: cst.BaseStatement) -> cst.BaseSmallStatement | None:
     """Return the statement of a line that has one, otherwise ``None``."""
-    single = isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1
-    return line.body[0] if single else None
+    if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1:
+        return line.body[0]
+    return None
 
 
 def _is_import(statement: Any) -> bool:
