@@ -11,6 +11,7 @@ import inspect
 import re
 import runpy
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,17 +29,6 @@ SPELT = {
     "strategy_options": "--strategy.OPTION",
     "plugin_options": "--NAME.OPTION",
     "assume": "--assume NAME=COUNT",
-}
-
-#: Trainer's arguments whose annotation says less than there is to say -> their types.
-TYPES = {
-    "callbacks": "object or a list of them",
-    "max_time": "str, float, timedelta, mapping, None",
-    "plugins": "str, object or a list of them",
-    "accelerator_options": "mapping, None",
-    "strategy_options": "mapping, None",
-    "plugin_options": "mapping of mappings, None",
-    "assume": "mapping, None",
 }
 
 #: Sections of the table of the module's own hooks: heading -> what the names in it begin with, first match wins.
@@ -182,19 +172,15 @@ def trainer_table() -> str:
     for parameter in inspect.signature(Trainer).parameters.values():
         if parameter.kind is not parameter.VAR_KEYWORD:
             option = SPELT.get(parameter.name, f"--{parameter.name.replace('_', '-')}")
-            kind = TYPES.get(parameter.name) or str(parameter.annotation).replace(
-                " | ", ", "
-            ).replace("Any", "object")
             rows.append(
                 (
                     f"`{parameter.name}`",
                     f"`{option}`",
-                    kind,
                     f"`{parameter.default!r}`",
                     texts[parameter.name],
                 )
             )
-    return table(("argument", "option", "type", "default", "what it does"), rows)
+    return table(("argument", "option", "default", "meaning"), rows)
 
 
 def trainer_methods() -> str:
@@ -202,7 +188,7 @@ def trainer_methods() -> str:
         name: getattr(Trainer, name) for name in ("fit", "validate", "test", "predict", "check")
     }
     return table(
-        ("method", "what it does"),
+        ("method", "meaning"),
         [(call(name, method), sentence(method)) for name, method in methods.items()],
     )
 
@@ -214,13 +200,22 @@ def trainer_attributes() -> str:
         if isinstance(thing, property) and thing.__doc__
     )
     return table(
-        ("attribute", "what it is"), [(f"`{name}`", sentence(thing)) for name, thing in named]
+        ("attribute", "meaning"), [(f"`{name}`", sentence(thing)) for name, thing in named]
     )
 
 
 def module_steps() -> str:
     items = re.findall(r"^- (.*?)(?=^- |\Z)", inspect.getdoc(Module) or "", re.S | re.M)
-    return "\n".join(f"- {markdown(item)}" for item in items)
+    return "\n".join(
+        textwrap.fill(
+            f"- {markdown(item)}",
+            100,
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for item in items
+    )
 
 
 def module_table() -> str:
@@ -232,10 +227,11 @@ def module_table() -> str:
                 name: thing for name, thing in left.items() if not name.endswith("_batch_transfer")
             }
         names = [name for name in left if name.startswith(prefixes)]
-        rows = [(call(name, left[name]), sentence(left[name])) for name in names]
-        parts.append(
-            f"### {heading}\n\n" + table(("method", "when it is called, and for what"), rows)
-        )
+        calls: dict[str, list[str]] = {}  # methods with one text share a row
+        for name in names:
+            calls.setdefault(sentence(left[name]), []).append(call(name, left[name]))
+        rows = [(", ".join(found), text) for text, found in calls.items()]
+        parts.append(f"### {heading}\n\n" + table(("method", "when it is called"), rows))
         left = {name: thing for name, thing in left.items() if name not in names}
     return "\n\n".join(parts)
 
@@ -247,7 +243,7 @@ def datamodule_table() -> str:
         if inspect.isfunction(thing) and not name.startswith("_")
     }
     return table(
-        ("method", "what it is for"),
+        ("method", "meaning"),
         [(call(name, method), sentence(method)) for name, method in methods.items()],
     )
 
@@ -260,7 +256,7 @@ def log_table() -> str:
         rows.append(
             (f"`{name}`", "" if default is inspect.Parameter.empty else f"`{default!r}`", text)
         )
-    return table(("argument", "default", "what it does"), rows)
+    return table(("argument", "default", "meaning"), rows)
 
 
 GENERATED = {

@@ -128,9 +128,7 @@ def test_fields_keep_their_lines_together(reference):
 
 @pytest.mark.parametrize("argument", ARGUMENTS)
 def test_trainer_argument_is_in_the_table(argument, options):
-    row = re.search(
-        rf"^\| `{argument}` \| `--[^|]+` \| [^|]+ \| `[^|]+` \| (.+) \|$", options, re.M
-    )
+    row = re.search(rf"^\| `{argument}` \| `--[^|]+` \| `[^|]+` \| (.+) \|$", options, re.M)
     assert row, (
         f"docs/options.md has no row for {argument!r}. Fix: document it in Trainer's docstring, "
         "python docs/make_reference.py"
@@ -172,9 +170,7 @@ def test_every_method_that_a_module_may_override_is_on_the_page(options):
     ] == []
     on_page = re.search(r"^## The module$.*?^### self.log$", options, re.S | re.M)
     assert on_page
-    assert [
-        name for name in own if name.startswith("on_") and f"| `{name}(" not in on_page[0]
-    ] == []
+    assert [name for name in own if name.startswith("on_") and f"`{name}(" not in on_page[0]] == []
 
 
 # --- write-a-plugin.md ----------------------------------------------------------------------------

@@ -46,40 +46,40 @@ class Trainer(RankProperties):
     A Trainer checks and plans everything when it is made, before anything starts; ``trainer.plan`` shows the plan.
 
     Args:
-        accelerator: ``"auto"``, ``"gpu"``, or an accelerator's name (``geartrain plugins`` lists them), or an object.
-        devices: how many, or which: ``2``, ``[0, 2]``, ``"0,2"``, ``-1``, ``"auto"``; on the cpu a number of processes.
-        strategy: ``"auto"``, a strategy's name, or an object.
-        num_nodes: machines that train together.
-        precision: ``"32-true"``, ``"64-true"``, ``"bf16-true"``, ``"16-mixed"`` or ``"bf16-mixed"``; in short ``32``, ``64``, ``16``,
-            ``"bf16"``, of which the last two are mixed.
-        plugins: names of installed plugins, files (``"my_hooks.py"``), classes or objects with hookimpls.
-        callbacks: objects of subclasses of ``geartrain.callbacks.Callback``, and plugins' objects, in the order to call them.
-        block: names of plugins, or ``DISTRIBUTION[name]``, that must not be chosen.
-        output: folder for plan.json, metrics.jsonl, summary.json and last.ckpt; nothing is written without it.
-        max_epochs: epochs to train; -1 for no end; default 1000, or no end if ``max_steps`` is given.
-        max_steps: optimizer steps to train; -1 for no end.
-        max_time: time to train: ``"DD:HH:MM:SS"``, seconds, a ``timedelta`` or ``{"hours": 2}``; chooses the plugin ``timer``.
+        accelerator: ``"auto"``, ``"gpu"``, the name of an accelerator, or an object.
+        devices: how many (``2``, ``-1`` for all, ``"auto"``), or which (``[0, 2]``, ``"0,2"``).
+        strategy: ``"auto"``, the name of a strategy, or an object.
+        num_nodes: number of machines.
+        precision: ``"32-true"``, ``"64-true"``, ``"bf16-true"``, ``"16-mixed"`` or
+            ``"bf16-mixed"``; in short ``32``, ``64``, ``16`` (mixed), ``"bf16"`` (mixed).
+        plugins: names of installed plugins, files (``"my_hooks.py"``), classes or objects.
+        callbacks: objects of ``geartrain.callbacks.Callback`` and plugins, in call order.
+        block: plugins to exclude: names or ``DISTRIBUTION[name]``.
+        output: the run's folder; without it nothing is written.
+        max_epochs: epochs to train; -1: no end; default: 1000, or no end with ``max_steps``.
+        max_steps: optimizer steps to train; -1: no end.
+        max_time: time to train: ``"DD:HH:MM:SS"``, seconds, a ``timedelta`` or ``{"hours": 2}``.
         limit_train_batches: batches an epoch: a number, or a fraction between 0.0 and 1.0.
         limit_val_batches: the same for each validation loader; 0 turns validation off.
         limit_test_batches: the same for each test loader.
-        limit_predict_batches: the same for each loader to predict; on several ranks, of all of them together.
-        val_check_interval: validate after this fraction of an epoch (0.25), or number of batches (100).
-        check_val_every_n_epoch: validate only every n-th epoch; ``None`` counts ``val_check_interval`` across epochs.
-        num_sanity_val_steps: validation batches to try before training; -1 for all.
+        limit_predict_batches: the same for each loader to predict, of all ranks together.
+        val_check_interval: validate after this fraction of an epoch, or number of batches.
+        check_val_every_n_epoch: validate only every n-th epoch; ``None``:
+            ``val_check_interval`` counts batches across epochs.
+        num_sanity_val_steps: validation batches to try before training; -1: all.
         accumulate_grad_batches: batches whose gradients are averaged into one optimizer step.
-        gradient_clip_val: the largest gradient norm or value; ``None`` for no clipping.
+        gradient_clip_val: the largest gradient norm or value; ``None``: no clipping.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``.
         log_every_n_steps: steps between flushes of logged metrics.
-        enable_progress_bar: show progress and the closing table: chooses the plugin ``progress``, or core's ``progress_lines`` if it is
-            not installed; on the command line ``--quiet`` or ``-q`` turns both off.
+        enable_progress_bar: show progress and the closing table.
         use_distributed_sampler: let a strategy of several processes shard the loaders.
         fast_dev_run: try one batch (or this many) of everything, write nothing.
-        seed: seeds Python, NumPy and torch, now and again when the run starts.
-        deterministic: ask torch for deterministic algorithms; ``"warn"`` only warns if an operation has none.
+        seed: seeds Python, NumPy and torch.
+        deterministic: use deterministic algorithms; ``"warn"``: warn if an operation has none.
         accelerator_options: options of the accelerator, by name.
         strategy_options: options of the strategy, by name.
         plugin_options: options of named plugins: ``{"gradient_norm": {"every": 10}}``.
-        assume: accelerator -> device count, to plan for hardware that this machine lacks; such a trainer can only be explained.
+        assume: device counts to plan with (``{"cuda": 8}``); such a trainer can only explain.
 
     Raises:
         UsageError: anything that cannot work.
@@ -154,7 +154,7 @@ class Trainer(RankProperties):
         optimizer: Any = None,
         **unknown: Any,
     ) -> None:
-        """Train ``model``; its weights, ``trainer.callback_metrics`` and the counters are the trained ones afterwards.
+        """Train ``model``. Afterwards it has the trained weights.
 
         Args:
             model: a :class:`geartrain.Module`, or any ``nn.Module`` with ``loss`` and ``optimizer``.
@@ -236,7 +236,7 @@ class Trainer(RankProperties):
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
     ) -> list[Any]:
-        """Collect what ``predict_step`` returns; arguments as for :meth:`validate`.
+        """Collect the results of ``predict_step``; arguments as for :meth:`validate`.
 
         Returns:
             One output a batch, on the CPU; a list of such lists if there are several loaders. On several ranks every rank returns the
@@ -259,7 +259,7 @@ class Trainer(RankProperties):
         datamodule: DataModule | None = None,
         resumes: bool = False,
     ) -> Plan:
-        """Complete the plan for a module (or its class) and let every plugin refuse it; starts nothing.
+        """Complete and check the plan for a module or its class. Start nothing.
 
         Args:
             batch_size: samples in one batch of the training loader, if known.
@@ -466,12 +466,12 @@ class Trainer(RankProperties):
 
     @property
     def callback_metrics(self) -> dict[str, torch.Tensor]:
-        """The newest value of every logged metric, a 0-d tensor on the CPU: values logged since the last flush are read now."""
+        """The newest value of every logged metric, a 0-d tensor on the CPU."""
         return _as_tensors(self._run.metrics if self._run else {})
 
     @property
     def logged_metrics(self) -> dict[str, torch.Tensor]:
-        """The newest value of every metric that loggers were given, a 0-d tensor on the CPU."""
+        """The newest value of every metric that loggers got, a 0-d tensor on the CPU."""
         return _as_tensors(self._run.logs.logged if self._run else {})
 
     @property
@@ -498,7 +498,7 @@ class Trainer(RankProperties):
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Optimizer steps of the whole ``fit``, for schedulers that must know them; infinity if it has no end."""
+        """Optimizer steps of the whole ``fit``, for schedulers; infinity if it has no end."""
         options, batches = self.plan.options, self.num_training_batches
         steps: int | float = float("inf")
         if options.max_epochs != -1 and batches != float("inf"):

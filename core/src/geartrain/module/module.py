@@ -29,14 +29,16 @@ class Module(MadeWith, nn.Module):
 
     Steps, of which a subclass defines those it needs:
 
-    - ``training_step(batch, batch_idx)`` returns the loss (0-d tensor), a dict with it under ``"loss"``, or ``None`` to skip.
-    - ``validation_step``, ``test_step``, ``predict_step(batch, batch_idx, dataloader_idx)``; later arguments may be left out.
-    - ``training_step_end(outputs)``, ``validation_step_end``, ``test_step_end`` get a list with one output for each part of the
-      batch: one part, except under dp, which splits it. What they return stands for the step's output.
-    - ``training_epoch_end(outputs)``, ``validation_epoch_end``, ``test_epoch_end`` get every step's output of the epoch, on
-      this rank (a list of lists with several loaders); training outputs are detached.
-    - ``train_dataloader()``, ``val_dataloader()``, ``test_dataloader()``, ``predict_dataloader()``, unless a DataModule or
-      ``Trainer.fit`` brings the data.
+    - ``training_step(batch, batch_idx)`` returns the loss (0-d tensor), a dict with it under
+      ``"loss"``, or ``None`` to skip the batch.
+    - ``validation_step``, ``test_step``, ``predict_step(batch, batch_idx, dataloader_idx)``; you
+      may leave out later arguments.
+    - ``training_step_end(outputs)``, ``validation_step_end``, ``test_step_end`` get a list with one
+      output for each part of the batch (one part, except under dp) and return the step's output.
+    - ``training_epoch_end(outputs)``, ``validation_epoch_end``, ``test_epoch_end`` get every step's
+      output of the epoch on this rank (with several loaders a list for each).
+    - ``train_dataloader()``, ``val_dataloader()``, ``test_dataloader()``,
+      ``predict_dataloader()``, unless a DataModule or ``Trainer.fit`` brings the data.
     """
 
     _run: Run | None = None
@@ -123,19 +125,23 @@ class Module(MadeWith, nn.Module):
         """Log one number. It stays on its device until the next flush, so logging never makes the GPU wait.
 
         Args:
-            name: the metric's name; with both ``on_step`` and ``on_epoch`` it becomes ``name_step`` and ``name_epoch``.
-            value: a number, a tensor of one element, or a torchmetrics ``Metric`` (with ``geartrain-torchmetrics``), which is
-                computed over all ranks at the end of the epoch and reset.
+            name: the metric's name; with both ``on_step`` and ``on_epoch`` it becomes
+                ``name_step`` and ``name_epoch``.
+            value: a number, a tensor of one element, or a torchmetrics ``Metric`` (with
+                ``geartrain-torchmetrics``).
             prog_bar: show it beside the progress bar.
-            logger: hand it to the loggers.
-            on_step: log the newest value every ``log_every_n_steps``; default: in ``training_step`` only.
-            on_epoch: log the reduced value at the end of the epoch; default: everywhere but in ``training_step``.
-            reduce_fx: ``"mean"`` or ``"avg"`` (weighted by batch size), ``"sum"``, ``"min"`` or ``"max"`` over the epoch and, with
-                ``sync_dist``, over ranks; or a function that makes one number of all values, a float64 tensor ``[n]``.
+            logger: pass it to the loggers.
+            on_step: log the newest value every ``log_every_n_steps``; default: in
+                ``training_step`` only.
+            on_epoch: log the reduced value at the end of the epoch; default: everywhere but in
+                ``training_step``.
+            reduce_fx: over the epoch and, with ``sync_dist``, over ranks: ``"mean"`` or ``"avg"``
+                (weighted by batch size), ``"sum"``, ``"min"``, ``"max"``, or a function of a
+                float64 tensor with all values, such as ``torch.median``.
             sync_dist: reduce over ranks; otherwise each rank keeps its own.
             rank_zero_only: called on rank 0 only.
-            batch_size: the weight of a mean; default: the batch's (``batch_size``, ``num_graphs``), else the first dimension of
-                its first tensor, or another place where the loader's batch size stands.
+            batch_size: the weight of a mean; default: the batch's ``batch_size`` or
+                ``num_graphs``, else the first dimension of its first tensor.
             add_dataloader_idx: append ``/dataloader_idx_N`` if there are several loaders.
 
         Raises:
@@ -295,14 +301,14 @@ class Module(MadeWith, nn.Module):
     # --- methods to override ---------------------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> Any:
-        """Make optimizers and schedulers, in any of Lightning's forms: an optimizer, a list, two lists, a dict with
+        """Return an optimizer, a list, two lists (optimizers, schedulers), a dict with
         ``"optimizer"`` and ``"lr_scheduler"``, a tuple of such dicts, or ``None``."""
         raise NotImplementedError
 
     def transfer_batch_to_device(
         self, batch: Any, device: torch.device, dataloader_idx: int
     ) -> Any:
-        """Move a batch to the device; override it for batches that ``.to(device)`` cannot move."""
+        """Move a batch that ``.to(device)`` cannot move."""
         return move(batch, device)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -314,7 +320,7 @@ class Module(MadeWith, nn.Module):
         return batch
 
     def prepare_data(self) -> None:
-        """Download and the like: once a node, before anything else."""
+        """Download data: once a node, before anything else."""
 
     def setup(self, stage: str) -> None:
         """Called in each process before loaders are made; ``stage`` is fit, validate, test or predict."""
@@ -341,10 +347,10 @@ class Module(MadeWith, nn.Module):
         """After each epoch and its validation."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        """Before each training batch; return -1 to leave out the rest of the epoch (on one rank)."""
+        """Before each training batch; return -1 to end the epoch (on one rank)."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """After each training batch's backward; ``outputs`` is what ``training_step`` returned, detached."""
+        """After each training batch; ``outputs`` is the detached result of ``training_step``."""
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
         """Before gradients are cleared."""
@@ -353,7 +359,7 @@ class Module(MadeWith, nn.Module):
         """Before each backward."""
 
     def on_after_backward(self) -> None:
-        """After each backward; gradients may not be reduced over ranks yet: change them in ``on_before_optimizer_step``."""
+        """After each backward; gradients may not be reduced over ranks yet."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Before each optimizer's step; gradients are reduced and clipped."""
@@ -365,72 +371,72 @@ class Module(MadeWith, nn.Module):
         """After the sanity check."""
 
     def on_validation_start(self) -> None:
-        """Before validation."""
+        """Before the stage."""
 
     def on_validation_end(self) -> None:
-        """After validation, when its metrics are known."""
+        """After the stage, when its metrics are known."""
 
     def on_validation_epoch_start(self) -> None:
-        """Before validation's first batch."""
+        """Before the stage's first batch."""
 
     def on_validation_epoch_end(self) -> None:
-        """After validation's last batch; values logged here are the epoch's metrics."""
+        """After the stage's last batch; values logged here are the epoch's metrics."""
 
     def on_validation_batch_start(
         self, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Before each validation batch."""
+        """Before each batch."""
 
     def on_validation_batch_end(
         self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """After each validation batch."""
+        """After each batch."""
 
     def on_test_start(self) -> None:
-        """Before testing."""
+        """Before the stage."""
 
     def on_test_end(self) -> None:
-        """After testing."""
+        """After the stage, when its metrics are known."""
 
     def on_test_epoch_start(self) -> None:
-        """Before the first test batch."""
+        """Before the stage's first batch."""
 
     def on_test_epoch_end(self) -> None:
-        """After the last test batch."""
+        """After the stage's last batch; values logged here are the epoch's metrics."""
 
     def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Before each test batch."""
+        """Before each batch."""
 
     def on_test_batch_end(
         self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """After each test batch."""
+        """After each batch."""
 
     def on_predict_start(self) -> None:
-        """Before prediction."""
+        """Before the stage."""
 
     def on_predict_end(self) -> None:
-        """After prediction."""
+        """After the stage."""
 
     def on_predict_epoch_start(self) -> None:
-        """Before the first batch to predict."""
+        """Before the stage's first batch."""
 
     def on_predict_epoch_end(self) -> None:
-        """After the last batch to predict."""
+        """After the stage's last batch."""
 
     def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Before each batch to predict."""
+        """Before each batch."""
 
     def on_predict_batch_end(
         self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """After each batch to predict."""
+        """After each batch."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add to a checkpoint before it is written: tensors and plain values only."""
+        """Add tensors and plain values to a checkpoint before it is written."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Read what ``on_save_checkpoint`` added."""
+        """Read the values that ``on_save_checkpoint`` added."""
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle of the model must not drag the trainer, its plugins and its data along.
@@ -445,7 +451,7 @@ class DataModule(MadeWith):
     trainer: Trainer | None = None
 
     def prepare_data(self) -> None:
-        """Download and the like: once a node, before ``setup``."""
+        """Download data: once a node, before ``setup``."""
 
     def setup(self, stage: str) -> None:
         """Called in each process before its loaders are made; ``stage`` is fit, validate, test or predict."""
