@@ -308,7 +308,7 @@ class Module(MadeWith, nn.Module):
     def transfer_batch_to_device(
         self, batch: Any, device: torch.device, dataloader_idx: int
     ) -> Any:
-        """Move a batch that ``.to(device)`` cannot move."""
+        """Move a batch to the device. Override it if ``.to(device)`` cannot."""
         return move(batch, device)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -347,7 +347,7 @@ class Module(MadeWith, nn.Module):
         """After each epoch and its validation."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        """Before each training batch; return -1 to end the epoch (on one rank)."""
+        """Before each training batch; return -1 to end the epoch (only in a run of one rank)."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """After each training batch; ``outputs`` is the detached result of ``training_step``."""
@@ -359,7 +359,7 @@ class Module(MadeWith, nn.Module):
         """Before each backward."""
 
     def on_after_backward(self) -> None:
-        """After each backward; gradients may not be reduced over ranks yet."""
+        """After each backward; change gradients in ``on_before_optimizer_step`` instead."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Before each optimizer's step; gradients are reduced and clipped."""
