@@ -1,6 +1,7 @@
-"""A language model of characters: a small transformer learns the help topics that ship inside every Python.
+r"""A language model of characters: a small transformer learns Python's built-in help topics.
 
-geartrain fit examples/char_lm.py --max-epochs 5 --seed 1 --output runs/chars --plugin throughput --throughput.tokens 64
+geartrain fit examples/char_lm.py --max-epochs 5 --seed 1 --output runs/chars \
+    --plugin throughput --throughput.tokens 64
 geartrain predict examples/char_lm.py --checkpoint runs/chars/last.ckpt --seed 1 --output runs/said
 """
 
@@ -16,30 +17,31 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import geartrain as gt
 
-#: A character's number is its place here; characters that are not here are read as "?".
+#: A character's number is its index here; other characters are read as "?".
 ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
 
 
 def encode(text: str) -> torch.Tensor:
-    """Characters as numbers ``[length]``."""
+    """Return characters as numbers ``[length]``."""
     return torch.tensor([ALPHABET.index(c if c in ALPHABET else "?") for c in text])
 
 
 def decode(numbers: torch.Tensor) -> str:
+    """Return numbers ``[length]`` as characters."""
     return "".join(ALPHABET[n] for n in numbers.tolist())
 
 
 class Block(nn.Module):
-    """Causal self-attention, then a feed-forward layer, each beside a residual: ``[batch, length, width]`` -> the same."""
+    """Causal self-attention and a feed-forward layer, each with a residual connection.
+
+    Input and output are ``[batch, length, width]``.
+    """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.norm, self.qkv, self.out = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 3 * width),
-            nn.Linear(width, width),
-        )
+        self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
         self.feed = nn.Sequential(
             nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
@@ -53,14 +55,16 @@ class Block(nn.Module):
 
 
 class CharLM(gt.Module):
-    """Characters ``[batch, length]`` -> logits of the next one at each place, ``[batch, length, 96]``.
+    """Maps characters ``[batch, length]`` to logits of the next character.
+
+    The logits are ``[batch, length, 96]``.
 
     Args:
-        context: the most characters that a prediction looks back on.
-        width: numbers that stand for one character inside the model.
-        heads: heads of attention; they share ``width``.
-        layers: blocks on top of each other.
-        lr: AdamW's largest learning rate; it rises at the beginning and falls to the end.
+        context: the largest number of characters before a prediction.
+        width: the size of the vector of one character.
+        heads: attention heads; they share ``width``.
+        layers: the number of blocks.
+        lr: AdamW's largest learning rate; it rises at the start and then falls to the end.
     """
 
     def __init__(
@@ -69,25 +73,23 @@ class CharLM(gt.Module):
         super().__init__()
         if width % heads:
             raise gt.UsageError(
-                f"width={width} cannot be shared by {heads} heads. Fix: a multiple of {heads}"
+                f"width={width} cannot be shared by {heads} heads. Fix: use a multiple of {heads}"
             )
         self.context, self.lr = context, lr
-        self.characters, self.places = (
-            nn.Embedding(len(ALPHABET), width),
-            nn.Embedding(context, width),
-        )
+        self.characters = nn.Embedding(len(ALPHABET), width)
+        self.places = nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, len(ALPHABET), bias=False))
         for part in self.modules():
             if isinstance(part, nn.Linear | nn.Embedding):
-                nn.init.normal_(part.weight, std=0.02)  # so that the first loss is that of a guess
+                nn.init.normal_(part.weight, std=0.02)  # the first loss is that of a random guess
 
     def forward(self, characters: torch.Tensor) -> torch.Tensor:
         places = torch.arange(characters.shape[1], device=characters.device)
         return self.head(self.blocks(self.characters(characters) + self.places(places)))
 
     def loss(self, batch) -> torch.Tensor:
-        """Nats a character."""
+        """Return the cross-entropy in nats per character."""
         inputs, following = batch
         return functional.cross_entropy(self(inputs).flatten(0, 1), following.flatten())
 
@@ -108,12 +110,12 @@ class CharLM(gt.Module):
 
     @torch.no_grad()
     def sample(self, prompt: str, length: int = 400, temperature: float = 0.7) -> str:
-        """``prompt`` and what the model says next, character by character."""
-        said = encode(prompt).to(self.device)
+        """Return ``prompt`` and the characters that the model adds to it."""
+        text = encode(prompt).to(self.device)
         for _ in range(length):
-            logits = self(said[None, -self.context :])[0, -1]
-            said = torch.cat([said, torch.multinomial((logits / temperature).softmax(0), 1)])
-        return decode(said)
+            logits = self(text[None, -self.context :])[0, -1]
+            text = torch.cat([text, torch.multinomial((logits / temperature).softmax(0), 1)])
+        return decode(text)
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=0.1)
@@ -128,25 +130,25 @@ class CharLM(gt.Module):
 
 
 class Topics(gt.DataModule):
-    """Each paragraph of the topics once, in their order; the last tenth of them to validate.
+    """Each paragraph of the topics once, in order; the last tenth is for validation.
 
     Args:
-        context: characters in one sample; not more than the model's.
+        context: characters in one sample; at most the model's ``context``.
         batch_size: samples in one batch of one process.
-        prompt: what ``predict`` goes on from.
+        prompt: the text that ``predict`` continues.
     """
 
     def __init__(self, context: int = 64, batch_size: int = 32, prompt: str = "The ") -> None:
         self.context, self.batch_size, self.prompt = context, batch_size, prompt
 
     def setup(self, stage: str) -> None:
-        # Topics quote each other: without this the model would be validated on paragraphs that it was trained on.
+        # Topics quote each other: remove duplicates, so that no validation paragraph is trained on.
         paragraphs = list(dict.fromkeys("\n\n".join(topics.values()).split("\n\n")))
         kept = len(paragraphs) * 9 // 10
         self.train, self.val = self.samples(paragraphs[:kept]), self.samples(paragraphs[kept:])
 
     def samples(self, paragraphs: list[str]) -> TensorDataset:
-        """Pairs of ``[context]``: characters, and at each place the one that follows."""
+        """Return pairs ``[context]`` of characters and the characters that follow them."""
         text = encode("\n\n".join(paragraphs))
         windows = text.unfold(0, self.context + 1, self.context)
         return TensorDataset(windows[:, :-1], windows[:, 1:])

@@ -1,4 +1,4 @@
-"""Handwritten digits: the 1,797 real ones of 8 × 8 pixels that ship inside scikit-learn's wheel.
+"""Handwritten digits: the 1,797 images of 8 × 8 pixels in scikit-learn's wheel.
 
 geartrain fit examples/digits.py --max-epochs 20 --seed 1
 python examples/digits.py --max-epochs 20 --seed 1 --model.hidden 256
@@ -16,7 +16,7 @@ import geartrain as gt
 
 
 class Digits(gt.Module):
-    """A small convolutional network: images ``[batch, 1, 8, 8]`` -> logits ``[batch, 10]``.
+    """A small convolutional network from images ``[batch, 1, 8, 8]`` to logits ``[batch, 10]``.
 
     Args:
         hidden: units in the hidden layer.
@@ -69,7 +69,7 @@ class Digits(gt.Module):
 
 
 class DigitsData(gt.DataModule):
-    """Four fifths to train on, one fifth to validate, test and predict.
+    """Four fifths for training, one fifth for validation, test and prediction.
 
     Args:
         batch_size: samples in one batch of one process.

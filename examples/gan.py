@@ -1,5 +1,6 @@
-"""A GAN of handwritten digits: two optimizers that take turns, in manual optimisation. The 1,797 real digits of 8 × 8 pixels ship inside
-scikit-learn's wheel.
+"""A GAN of handwritten digits: two optimizers take turns, in manual optimisation.
+
+The 1,797 real digits of 8 × 8 pixels are in scikit-learn's wheel.
 
 geartrain fit examples/gan.py --max-epochs 24 --seed 1
 geartrain fit examples/gan.py --max-epochs 24 --seed 1 --strategy ddp --devices 2
@@ -18,14 +19,17 @@ import geartrain as gt
 
 
 class GAN(gt.Module):
-    """Generator: noise ``[batch, noise]`` -> images ``[batch, 64]``. Discriminator: images -> logits ``[batch, 1]``, above 0 for real.
+    """A generator and a discriminator.
 
-    Goodfellow et al. 2014, https://arxiv.org/abs/1406.2661
+    The generator maps noise ``[batch, noise]`` to images ``[batch, 64]``. The discriminator maps
+    images to logits ``[batch, 1]``, which are above 0 for real images.
 
     Args:
-        noise: numbers that an image is made from.
+        noise: random numbers per image.
         hidden: units in each hidden layer.
         lr: Adam's learning rate.
+
+    Source: Goodfellow et al. 2014, https://arxiv.org/abs/1406.2661
     """
 
     def __init__(self, noise: int = 16, hidden: int = 256, lr: float = 2e-3) -> None:
@@ -62,9 +66,7 @@ class GAN(gt.Module):
             of_discriminator.step()
             self.log("discriminator_loss", loss)
 
-        with self.toggled_optimizer(
-            of_generator
-        ):  # the discriminator is passed through, and not changed
+        with self.toggled_optimizer(of_generator):  # gradients pass the discriminator unchanged
             loss = self.judge(self(len(real)), 1.0)
             of_generator.zero_grad()
             self.manual_backward(loss)
@@ -73,18 +75,18 @@ class GAN(gt.Module):
             self.log("generator_loss", loss)
 
     def judge(self, images: torch.Tensor, verdict: float) -> torch.Tensor:
-        """How far the discriminator is from this verdict."""
+        """Return the discriminator's loss for this verdict."""
         logits = self.discriminator(images)
         return binary_cross_entropy_with_logits(logits, torch.full_like(logits, verdict))
 
     def on_train_epoch_end(self) -> None:
-        for scheduler in self.lr_schedulers():  # the module's own to step
+        for scheduler in self.lr_schedulers():  # in manual optimisation the module steps them
             scheduler.step()
 
     def validation_step(self, batch, batch_idx):
         (real,) = batch
         made = self(len(real))
-        # How far the made images' mean and spread, pixel by pixel, are from the real ones'; both 0 for a perfect generator.
+        # Distances of mean and standard deviation per pixel; both are 0 for a perfect generator.
         self.log("mean_gap", (made.mean(dim=0) - real.mean(dim=0)).abs().mean(), sync_dist=True)
         self.log(
             "spread_gap",
@@ -107,7 +109,7 @@ class GAN(gt.Module):
 
 
 class DigitsData(gt.DataModule):
-    """Every digit, as ``[64]`` numbers between 0 and 1.
+    """All digits, as ``[64]`` numbers between 0 and 1.
 
     Args:
         batch_size: images in one batch of one process.

@@ -1,6 +1,7 @@
-"""Classes of images from a folder: ``ROOT/CLASS/*.jpg`` or ``.png``, such as Caltech-101, read by Pillow.
+r"""Classification of images in a folder, ``ROOT/CLASS/*.jpg`` or ``.png``, such as Caltech-101.
 
-geartrain fit examples/image_folder.py --data.root 101_ObjectCategories --model.classes 102 --max-epochs 50 --data.num_workers 4
+geartrain fit examples/image_folder.py --data.root 101_ObjectCategories --model.classes 102 \
+    --max-epochs 50 --data.num_workers 4
 geartrain fit examples/image_folder.py --data.root ROOT --model.classes 5 --strategy dp --devices 2
 """
 
@@ -21,12 +22,12 @@ SUFFIXES = {".jpg", ".jpeg", ".png"}
 
 
 class Images(Dataset):
-    """Images ``[3, size, size]`` around 0, and the numbers of their classes.
+    """Images ``[3, size, size]`` with values around 0, and the numbers of their classes.
 
     Args:
         files: paths and class numbers.
-        size: pixels of a side.
-        vary: cut out another part each time, and mirror half of them.
+        size: pixels per side.
+        vary: use a random part of each image, and mirror half of the images.
     """
 
     def __init__(self, files: list[tuple[Path, int]], size: int, vary: bool) -> None:
@@ -42,7 +43,7 @@ class Images(Dataset):
                 image = file.convert("RGB")
         except OSError as error:
             raise gt.TrainingError(
-                f"{path} cannot be read: {error}. Fix: remove it, or save it anew"
+                f"{path} cannot be read: {error}. Fix: remove it, or save it again"
             ) from error
         image = image.resize(
             (self.size, self.size), Image.Resampling.BILINEAR, box=self.part(*image.size)
@@ -54,8 +55,11 @@ class Images(Dataset):
         return (pixels.flip(2) if self.vary and torch.rand(()) < 0.5 else pixels), label
 
     def part(self, width: int, height: int) -> tuple[float, float, float, float]:
-        """The square to use, as ``(left, upper, right, lower)``: the middle, or one of at least half of its area anywhere."""
-        # torch's own generator: each loader worker has another seed for it, and the same ones for the same --seed.
+        """Return the square to use, as ``(left, upper, right, lower)``.
+
+        It is the largest square in the middle, or a random one of at least half of its area.
+        """
+        # torch's generator has another seed in each loader worker; the seeds follow --seed.
         area, x, y = torch.rand(3).tolist() if self.vary else (1.0, 0.5, 0.5)
         side = min(width, height) * math.sqrt(0.5 + area / 2)
         left, upper = x * (width - side), y * (height - side)
@@ -63,14 +67,14 @@ class Images(Dataset):
 
 
 class ImageFolder(gt.DataModule):
-    """Four fifths of each class to train on, one fifth to validate, test and predict.
+    """Four fifths of each class for training, one fifth for validation, test and prediction.
 
     Args:
-        root: a folder with one folder a class.
-        size: pixels of a side.
+        root: a folder with one folder per class.
+        size: pixels per side.
         batch_size: images in one batch of one process.
         num_workers: processes that read images, for each loader.
-        split_seed: decides which images are held out.
+        split_seed: the seed that chooses the held-out images.
     """
 
     def __init__(
@@ -83,11 +87,12 @@ class ImageFolder(gt.DataModule):
     ) -> None:
         self.size, self.batch_size, self.num_workers = size, batch_size, num_workers
         if not Path(root).is_dir():
-            raise gt.UsageError(f"there is no folder {root}. Fix: --data.root FOLDER")
+            raise gt.UsageError(f"there is no folder {root}. Fix: pass --data.root FOLDER")
         self.classes = sorted(folder.name for folder in Path(root).iterdir() if folder.is_dir())
         if len(self.classes) < 2:
             raise gt.UsageError(
-                f"{root} has {len(self.classes)} folders of images; each is a class. Fix: at least two folders in it"
+                f"{root} has {len(self.classes)} folders of images; each is a class. "
+                "Fix: create at least two folders in it"
             )
         self.training: list[tuple[Path, int]] = []
         self.held_out: list[tuple[Path, int]] = []
@@ -99,7 +104,8 @@ class ImageFolder(gt.DataModule):
             if len(paths) < 2:
                 raise gt.UsageError(
                     f"{Path(root) / name} has {len(paths)} images ({', '.join(sorted(SUFFIXES))}). "
-                    "Fix: at least two, one to train on and one to validate, or remove the folder"
+                    "Fix: add images, at least one for training and one for validation, "
+                    "or remove the folder"
                 )
             files = [
                 (paths[i], label) for i in torch.randperm(len(paths), generator=generator).tolist()
@@ -109,13 +115,13 @@ class ImageFolder(gt.DataModule):
             self.training += files[held_out:]
 
     def prepare_data(self) -> None:
-        """Look at each file's header, so that one that is no image is an error now and not in the middle of an epoch."""
+        """Read each file's header: a file that is not an image is an error before training."""
         for path, _ in [*self.training, *self.held_out]:
             try:
                 Image.open(path).close()
             except OSError as error:
                 raise gt.UsageError(
-                    f"{path} is no image that Pillow reads. Fix: remove it, or save it anew"
+                    f"{path} is no image that Pillow reads. Fix: remove it, or save it again"
                 ) from error
 
     def train_dataloader(self):
@@ -135,7 +141,10 @@ class ImageFolder(gt.DataModule):
 
 
 class Residual(nn.Module):
-    """Two convolutions beside a shortcut: ``[batch, before, n, n]`` -> ``[batch, after, n/2, n/2]``."""
+    """Two convolutions with a shortcut.
+
+    The input is ``[batch, before, n, n]`` and the output ``[batch, after, n/2, n/2]``.
+    """
 
     def __init__(self, before: int, after: int) -> None:
         super().__init__()
@@ -153,12 +162,14 @@ class Residual(nn.Module):
 
 
 class Classifier(gt.Module):
-    """A small residual network: images ``[batch, 3, size, size]`` -> logits ``[batch, classes]``.
+    """A small residual network from images to classes.
+
+    Images are ``[batch, 3, size, size]``, logits are ``[batch, classes]``.
 
     Args:
-        classes: folders of images.
+        classes: the number of classes.
         width: channels of the first layer; each of the three blocks doubles them.
-        lr: AdamW's largest learning rate; it rises at the beginning and falls to the end.
+        lr: AdamW's largest learning rate; it rises at the start and then falls to the end.
     """
 
     def __init__(self, classes: int, width: int = 16, lr: float = 5e-3) -> None:
@@ -177,7 +188,8 @@ class Classifier(gt.Module):
         found = getattr(self.trainer.datamodule, "classes", None)
         if found is not None and len(found) != self.classes:
             raise gt.UsageError(
-                f"the folder has {len(found)} classes, the model {self.classes}. Fix: --model.classes {len(found)}"
+                f"the folder has {len(found)} classes, the model {self.classes}. "
+                f"Fix: --model.classes {len(found)}"
             )
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -203,7 +215,7 @@ class Classifier(gt.Module):
     test_step = validation_step
 
     def predict_step(self, batch, batch_idx):
-        """The probability of each class, ``[batch, classes]``."""
+        """Return the probability of each class, ``[batch, classes]``."""
         return self(batch[0]).softmax(dim=1)
 
     def configure_optimizers(self):

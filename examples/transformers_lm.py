@@ -1,10 +1,10 @@
-"""A model of Hugging Face transformers: GPT-2 in small, with random weights and bytes for tokens, so nothing is downloaded.
+"""A model of Hugging Face transformers: a small GPT-2 with random weights, whose tokens are bytes.
 
-A Module of one's own around it, with every option of the command line:
+Nothing is downloaded. With a Module around the model, and every option of the command line:
 
 geartrain fit examples/transformers_lm.py --max-epochs 3 --seed 1 --output runs/gpt2
 
-The model as it is, without a subclass; its output has the loss:
+With the unchanged model, whose output has the loss:
 
 python examples/transformers_lm.py --max-epochs 3 --save runs/gpt2-plain
 python examples/transformers_lm.py --max-epochs 3 --strategy ddp --devices 2
@@ -25,8 +25,11 @@ import geartrain as gt
 
 
 def small_gpt2(width: int = 128, layers: int = 2) -> GPT2LMHeadModel:
-    """Tokens ``[batch, length]`` of 256 kinds -> an output with ``logits`` ``[batch, length, 256]`` and, given ``labels``, ``loss``."""
-    own = {"bos_token_id": 0, "eos_token_id": 0}  # GPT-2's are beyond 256
+    """Return a model that maps tokens ``[batch, length]`` below 256 to an output.
+
+    The output has ``logits`` ``[batch, length, 256]`` and, if ``labels`` are passed, ``loss``.
+    """
+    own = {"bos_token_id": 0, "eos_token_id": 0}  # GPT-2's are above 256
     return GPT2LMHeadModel(
         GPT2Config(
             vocab_size=256, n_positions=128, n_embd=width, n_layer=layers, n_head=width // 32, **own
@@ -35,9 +38,10 @@ def small_gpt2(width: int = 128, layers: int = 2) -> GPT2LMHeadModel:
 
 
 class Bytes(Dataset):
-    """Pieces of a text, as the dicts that transformers' models take: ``input_ids`` and ``labels``, ``[length]`` each.
+    """Pieces of a text, as dicts for a model of transformers.
 
-    The model itself compares each byte's logits with the byte that follows.
+    Each has ``input_ids`` and ``labels``, ``[length]``. The model itself compares each byte's
+    logits with the next byte.
     """
 
     def __init__(self, text: str, length: int = 128) -> None:
@@ -53,7 +57,7 @@ class Bytes(Dataset):
 
 
 class HelpTopics(gt.DataModule):
-    """The help topics that ship inside every Python, each paragraph once; the last tenth of them to validate.
+    """Python's built-in help topics, each paragraph once; the last tenth is for validation.
 
     Args:
         batch_size: samples in one batch of one process.
@@ -63,10 +67,8 @@ class HelpTopics(gt.DataModule):
         self.batch_size = batch_size
         paragraphs = list(dict.fromkeys("\n\n".join(topics.values()).split("\n\n")))
         kept = len(paragraphs) * 9 // 10
-        self.train, self.val = (
-            Bytes("\n\n".join(paragraphs[:kept])),
-            Bytes("\n\n".join(paragraphs[kept:])),
-        )
+        self.train = Bytes("\n\n".join(paragraphs[:kept]))
+        self.val = Bytes("\n\n".join(paragraphs[kept:]))
 
     def train_dataloader(self):
         return DataLoader(self.train, batch_size=self.batch_size, shuffle=True)
@@ -76,11 +78,11 @@ class HelpTopics(gt.DataModule):
 
 
 class LanguageModel(gt.Module):
-    """GPT-2 in small; the trained model is left in ``OUTPUT/model`` for ``from_pretrained``.
+    """A small GPT-2; it is saved to ``OUTPUT/model`` after training, for ``from_pretrained``.
 
     Args:
-        width: numbers that stand for one byte inside the model; a multiple of 32.
-        layers: blocks on top of each other.
+        width: the size of the vector of one byte; a multiple of 32.
+        layers: the number of blocks.
         lr: AdamW's learning rate.
     """
 
@@ -105,7 +107,7 @@ class LanguageModel(gt.Module):
 
 
 def main() -> None:
-    """The model as it is: ``loss`` is not given, so it is the output's own."""
+    """Train the unchanged model. ``loss`` is not passed, so the output's ``loss`` is used."""
     options = argparse.ArgumentParser(description="Train a small GPT-2 as a plain nn.Module.")
     options.add_argument("--max-epochs", type=int, default=1)
     options.add_argument("--max-steps", type=int, default=-1)

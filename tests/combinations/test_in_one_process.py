@@ -16,7 +16,7 @@ IN_PROCESS = {
 CASES = [Case(**row) for row in pairwise(IN_PROCESS)]
 
 
-def test_each_two_values_meet():
+def test_every_pair_of_values_occurs():
     factors = {"a": [1, 2, 3], "b": [1, 2], "c": ["x", "y"]}
     never = frozenset([("a", 1), ("b", 2)])
     rows = pairwise(factors, [never])

@@ -152,4 +152,4 @@ def test_a_width_that_heads_cannot_share_is_refused(example):
     ran = example("char_lm", "--model.width", 65)
     assert ran.code == 2
     assert "width=65 cannot be shared by 4 heads.\n" in ran.errors
-    assert "\nFix: a multiple of 4\n" in ran.errors
+    assert "\nFix: use a multiple of 4\n" in ran.errors

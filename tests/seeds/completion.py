@@ -1,4 +1,4 @@
-"""What the printed documentation leaves out: a module, data, and a Trainer for this machine's CPU."""
+"""Code that the printed documentation omits: a module, data, and a Trainer for the CPU."""
 
 import torch
 from torch import nn
@@ -8,13 +8,13 @@ import geartrain as gt
 
 
 def data(samples=24, batch_size=8):
-    """Batches ``(x [batch, 4], y [batch])`` of three classes."""
+    """Return batches ``(x [batch, 4], y [batch])`` of three classes."""
     x = torch.randn(samples, 4, generator=torch.Generator().manual_seed(0))
     return DataLoader(TensorDataset(x, x[:, :3].argmax(dim=1)), batch_size=batch_size)
 
 
 class Classifier(gt.Module):
-    """A module whose steps a block may bring."""
+    """A module whose steps a block may override."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +45,7 @@ def trainer(**options):
 
 
 def learns(model, fitted, **more):
-    """Whether training lowers the module's cross-entropy on :func:`data`."""
+    """True if training lowers the module's cross-entropy on :func:`data`."""
     x, y = next(iter(data()))
     before = nn.functional.cross_entropy(model.layer(x), y).item()
     fitted.fit(model, data(), **more)

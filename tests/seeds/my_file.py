@@ -1,4 +1,4 @@
-"""The training script that the shell blocks run; every rank writes down which one it is, and its trained weights."""
+"""The training script of the shell blocks. Every rank writes its number and trained weights."""
 
 import json
 import os

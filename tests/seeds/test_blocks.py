@@ -1,4 +1,4 @@
-"""Every code block of the three documents that geartrain began with runs with geartrain; ``blocks.md`` has them and says how."""
+"""Every code block of geartrain's three first documents runs. ``blocks.md`` has the blocks."""
 
 import json
 import os
@@ -30,23 +30,24 @@ DEADLINE = 100
 class Block:
     name: str
     kind: str
-    #: What must come of it.
+    #: Words of the expected result.
     expected: tuple[str, ...]
     lines: tuple[str, ...]
 
     @property
     def text(self):
-        """What is run."""
+        """The code to run."""
         return "\n".join(line[1:] for line in self.lines if line[:1] != "-") + "\n"
 
     @property
     def corrected(self):
-        """Whether something that is printed cannot run."""
+        """True if a printed line cannot run."""
         return any(line.startswith("-") for line in self.lines)
 
 
 def read():
-    pattern = r"^### (?P<name>\d{3}:\d+)\n\n(?P<kind>\w+): (?P<expected>[^\n]+)\n\n```diff\n(?P<lines>.*?)^```$"
+    heading = r"^### (?P<name>\d{3}:\d+)\n\n(?P<kind>\w+): (?P<expected>[^\n]+)\n\n"
+    pattern = heading + r"```diff\n(?P<lines>.*?)^```$"
     for found in re.finditer(
         pattern, (HERE / "blocks.md").read_text(encoding="utf-8"), re.M | re.S
     ):
@@ -72,7 +73,7 @@ def test_every_block_is_read():
     assert {line[:1] for block in BLOCKS for line in block.lines} == {"", " ", "+", "-"}
 
 
-# --- planned -------------------------------------------------------------------------------------------------------------
+# --- planned -------------------------------------------------------------------------------------
 
 
 class Net(gt.Module):
@@ -84,14 +85,16 @@ class Net(gt.Module):
 class Planned:
     plan: gt.Plan
     strategy: object
-    #: What the block has defined.
+    #: The names that the block has defined.
     namespace: dict
 
 
 @pytest.fixture
 def plan(monkeypatch):
-    """Run a block; the plan of each Trainer and Fabric in it, on eight CUDA devices that are assumed. NVML is that of such a machine, on
-    which others use GPUs 0 and 3."""
+    """Return a function that runs a block and returns the plan of each Trainer and Fabric in it.
+
+    Eight CUDA devices are assumed. A fake NVML reports that other programs use GPUs 0 and 3.
+    """
     namespace, plans = {}, []
 
     def note(plan, made):
@@ -132,9 +135,9 @@ def plan(monkeypatch):
 
 
 def described(planned, expected):
-    """Everything that a block asked for and that is not the default, in the words of ``expected``."""
+    """Return the options of a plan that are not the default, in the words of ``expected``."""
     plan, strategy = planned.plan, planned.strategy
-    # What "auto" takes depends on whether there is a script to run again; under pytest there is none.
+    # The choice of "auto" depends on a script to run again, which does not exist under pytest.
     name = (
         "auto"
         if plan.strategy.name in ("ddp", "ddp_spawn") and " auto" in expected
@@ -145,7 +148,8 @@ def described(planned, expected):
         "precision": plan.precision.name,
         "epochs": plan.options.max_epochs,
     }
-    usual = {"nodes": (1,), "precision": ("32-true",), "epochs": (1000, -1)}  # a Fabric has no end
+    # A Fabric has no end.
+    usual = {"nodes": (1,), "precision": ("32-true",), "epochs": (1000, -1)}
     words = [
         plan.accelerator.name,
         indices(plan.devices),
@@ -179,22 +183,25 @@ def indices(devices):
 
 
 def changed(thing):
-    """Attributes that are not as its class makes them without options, but for one that follows from the algorithm."""
+    """Return attributes that differ from the defaults of the class, except ``same_on_all_ranks``.
+
+    That attribute depends on the algorithm.
+    """
     usual = vars(type(thing)())
-    told = {
+    found = {
         name: value
         for name, value in vars(thing).items()
         if name[0] != "_" and isinstance(value, str | int | float)
     }
     return [
         f"{name}={value}"
-        for name, value in told.items()
+        for name, value in found.items()
         if value != usual[name] and name != "same_on_all_ranks"
     ]
 
 
 def backend(planned):
-    """The backend with which the strategy would make its process group."""
+    """Return the backend with which the strategy creates its process group."""
     asked = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -218,20 +225,20 @@ def test_block_is_planned(block, plan):
 
 
 @pytest.mark.parametrize("block", of("error"))
-def test_block_is_refused_with_what_to_install(block, plan):
+def test_block_is_refused_with_a_fix(block, plan):
     with pytest.raises((gt.UsageError, ImportError), match=re.escape(block.expected[0])):
         plan(block)
 
 
 @pytest.mark.parametrize("block", of("absent"))
-def test_block_needs_a_package_that_is_not_here(block):
+def test_block_needs_a_package_that_is_not_installed(block):
     installed = {found.metadata["Name"] for found in distributions()}
     assert block.expected[0] not in installed, (
         f"{block.expected[0]} is installed: {block.name} can be run"
     )
 
 
-# --- run -----------------------------------------------------------------------------------------------------------------
+# --- run -----------------------------------------------------------------------------------------
 
 
 def place(folder):
@@ -270,14 +277,14 @@ def test_commands_run(block, tmp_path):
     for words in block.expected:
         assert words in printed
     ranks = [words for words in block.expected if words.startswith("rank")]
-    told = [json.loads(path.read_text().splitlines()[1]) for path in tmp_path.glob("rank-*")]
-    assert len(told) == len(ranks)
-    for weights in told:
+    written = [json.loads(path.read_text().splitlines()[1]) for path in tmp_path.glob("rank-*")]
+    assert len(written) == len(ranks)
+    for weights in written:
         assert weights == pytest.approx(weights_of_one_process(len(ranks)), abs=1e-6)
 
 
 def weights_of_one_process(ranks):
-    """What training comes to on batches that are those of all ranks together."""
+    """Return the weights after training on the joined batches of all ranks."""
     model = completion.Classifier()
     before = model.layer.weight.clone()
     completion.trainer(max_epochs=1).fit(model, completion.data(batch_size=8 * ranks))
@@ -285,7 +292,7 @@ def weights_of_one_process(ranks):
     return model.layer.weight.flatten().tolist()
 
 
-# --- the guide -----------------------------------------------------------------------------------------------------------
+# --- the guide -----------------------------------------------------------------------------------
 
 
 def corrections():

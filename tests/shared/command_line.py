@@ -1,6 +1,7 @@
-"""Fixtures for tests of commands: a folder with a target, and the command line in this process, because torch's import costs two seconds.
+"""Fixtures for tests of commands: a folder with a target, and the command line in this process.
 
-A conftest imports those that its folder uses.
+A new process would import torch, which takes two seconds. A conftest imports the fixtures that its
+folder uses.
 """
 
 import json
@@ -28,19 +29,22 @@ class Outcome:
 
     @property
     def facts(self):
-        """What ``--json`` printed."""
+        """The facts that ``--json`` printed."""
         assert self.code == 0, self.err
         return json.loads(self.out)
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The working directory, with ``net.py`` and ``my_hooks.py``; what a command imports from it is forgotten afterwards."""
+    """The working directory, with ``net.py`` and ``my_hooks.py``.
+
+    Modules that a command imports from it are removed from ``sys.modules`` afterwards.
+    """
     for name in ("net.py", "my_hooks.py"):
         shutil.copy(TARGETS / name, tmp_path / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
-    monkeypatch.setenv("COLUMNS", "200")  # rich's tables, unbroken
+    monkeypatch.setenv("COLUMNS", "200")  # so that rich does not wrap tables
     monkeypatch.delenv("GEARTRAIN_BLOCK", raising=False)
     before = set(sys.modules)
     yield tmp_path
@@ -52,12 +56,13 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Names of the distributions that exist: core and the tools, whatever else this machine has; tests add to them with ``install``."""
+    """Names of the distributions that exist for a test: only core and the tools.
+
+    Tests add others with ``install``.
+    """
     tools = ("callbacks", "cli", "csv", "doctor", "port", "testing", "tuner")
-    names, real = (
-        {"geartrain", *(f"geartrain-{tool}" for tool in tools)},
-        geartrain.planning.registry.entry_points,
-    )
+    names = {"geartrain", *(f"geartrain-{tool}" for tool in tools)}
+    real = geartrain.planning.registry.entry_points
     monkeypatch.setattr(
         geartrain.planning.registry,
         "entry_points",
@@ -68,7 +73,7 @@ def installed(monkeypatch):
 
 @pytest.fixture
 def install(folder, installed, monkeypatch):
-    """``install("geartrain-chip", source, accelerators={"chip": "Chip"})``: a distribution of one module."""
+    """``install("geartrain-chip", source, accelerators={"chip": "Chip"})``: add a distribution."""
 
     def add(distribution, source, **groups):
         module, home = distribution.replace("-", "_"), folder / "site" / distribution
@@ -95,7 +100,7 @@ def install(folder, installed, monkeypatch):
 
 @pytest.fixture
 def chip(install):
-    """``geartrain-chip``, with an accelerator, a strategy and two plugins, installed; see :mod:`geartrain_chip`."""
+    """Install ``geartrain-chip``: accelerator, strategy, two plugins; see geartrain_chip.py."""
     bells = dict.fromkeys(["bell", "door-bell"], "Bell")
     source = (TARGETS / "geartrain_chip.py").read_text()
     install(
@@ -109,7 +114,7 @@ def chip(install):
 
 @pytest.fixture
 def write(folder):
-    """``write("conf.yaml", text)``: a file in the working directory."""
+    """``write("conf.yaml", text)``: write a file in the working directory."""
 
     def write(name, text):
         path = folder / name
@@ -121,7 +126,7 @@ def write(folder):
 
 @pytest.fixture
 def command(folder, installed, capsys):
-    """``command("fit net.py --max-epochs 1")``: run a command line, without the progress bar; how it ended and what it printed."""
+    """``command("fit net.py --max-epochs 1")``: run a command line; return its code and output."""
 
     def run(line):
         capsys.readouterr()
@@ -136,13 +141,13 @@ def command(folder, installed, capsys):
 
 @pytest.fixture
 def plan(command):
-    """``plan("--max-epochs 2")``: what ``explain --json`` says of ``net.py`` with these options."""
+    """``plan("--max-epochs 2")``: return the facts of ``explain --json`` with these options."""
     return lambda options="": command(f"explain net.py --json {options}").facts
 
 
 @pytest.fixture
 def fit(command):
-    """``fit("--seed 1")``: train ``net.py`` for one epoch of four steps, unless said otherwise; what it printed."""
+    """``fit("--seed 1")``: train ``net.py`` for an epoch of four steps; return the output."""
 
     def run(options="", target="net.py"):
         done = command(f"fit {target} --enable-progress-bar false --max-epochs 1 {options}")
@@ -154,7 +159,7 @@ def fit(command):
 
 @pytest.fixture
 def refused(command, folder):
-    """``refused("fit net.py --gpus 2")``: the one message of a command line that cannot be meant."""
+    """``refused("fit net.py --gpus 2")``: return the message of a wrong command line."""
 
     def run(line):
         done = command(line)
@@ -170,7 +175,7 @@ def refused(command, folder):
 
 @pytest.fixture
 def python(folder):
-    """``python("train.py", "--seed", "1")``: a Python of its own; the finished process."""
+    """``python("train.py", "--seed", "1")``: run Python and return the finished process."""
 
     def run(*arguments):
         return subprocess.run(

@@ -1,16 +1,16 @@
-"""What must be so after a rank of a program failed; ``faulty`` is in the program."""
+"""Checks of a program after one of its ranks failed. The program imports ``faulty``."""
 
 import time
 from pathlib import Path
 
 from geartrain_testing.launching import Launched, until
 
-#: Seconds in which a program comes to its fault, and from there to its end.
+#: Seconds until a program reaches its fault, and from the fault to its end.
 STARTED, PROMPT = 60, 18
 
 
 def ends_after_fault(run: Launched, folder: Path, rank: int, seconds: float = PROMPT) -> int:
-    """The run ends within so many seconds after the rank's fault, and leaves no process; its exit code."""
+    """Check that the run ends in time after the fault and leaves no process; return its code."""
     until(
         lambda: (folder / "marks" / f"fault-{rank}").exists() or run.process.poll() is not None,
         STARTED,

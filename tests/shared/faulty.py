@@ -1,6 +1,7 @@
-"""For programs that a test starts as ``PROGRAM KIND RANK WHERE``: fail in that way, on that rank, in that place.
+"""Faults for programs that a test starts as ``PROGRAM KIND RANK WHERE``.
 
-Markers in the directory ``marks`` say what ran.
+The program fails in this way, on this rank and in this place. Each rank writes marker files to the
+directory ``marks``.
 """
 
 import os
@@ -17,7 +18,7 @@ import geartrain as gt
 KIND, RANK, WHERE = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 MARKS = Path("marks")
 MARKS.mkdir(exist_ok=True)
-#: Seconds for which a rank waits for one that is late.
+#: Seconds for which a rank waits for a late rank.
 PATIENCE = 3.0
 _NEXT = (RANK + 1) % int(os.environ.get("DEVICES", "2"))
 
@@ -31,7 +32,7 @@ def mark(what: str, text: str = "") -> None:
 
 
 def fault(where: str) -> None:
-    """Fail, if this is the place, on the rank that is to fail. The next rank waits for one that is late, because it hangs or is stopped."""
+    """Fail if this is the place and the rank. The next rank waits for a hung or stopped rank."""
     if where != WHERE:
         return
     late = KIND in ("hang", "late")
@@ -53,11 +54,14 @@ def fault(where: str) -> None:
 
 
 def _impatient_group() -> dist.ProcessGroup:
-    """The rank that fails and the next, with less patience than the strategy's timeout: ranks that share cores start apart."""
+    """Return a group of the failing rank and the next, with a shorter timeout than the strategy's.
+
+    The strategy's timeout must be longer, because ranks on a busy machine start at different times.
+    """
     dist.barrier()
     group = dist.new_group([RANK, _NEXT], timeout=timedelta(seconds=PATIENCE))
     if mine() in (RANK, _NEXT):
-        dist.barrier(group)  # they are connected
+        dist.barrier(group)  # connects the two ranks
     return group
 
 

@@ -1,4 +1,7 @@
-"""Call a function on ranks that geartrain starts: ``python rank_program.py MODULE FUNCTION ARGUMENTS``; see several_ranks.py."""
+"""Call a function on ranks that geartrain starts; see several_ranks.py.
+
+Usage: ``python rank_program.py MODULE FUNCTION ARGUMENTS``.
+"""
 
 import importlib
 import json

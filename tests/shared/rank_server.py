@@ -1,6 +1,7 @@
-"""Run functions on several ranks: ``python rank_server.py`` reads a request a line and forks the ranks of each; see several_ranks.py.
+"""Run functions on several ranks; see several_ranks.py.
 
-torch is imported once, in this process, which has one thread: it forks a rank in milliseconds.
+``python rank_server.py`` reads one request per line and forks its ranks. This process has imported
+torch and has one thread, so it forks a rank in milliseconds.
 """
 
 import atexit
@@ -22,10 +23,11 @@ import torch
 import torch._dynamo  # which torch's optimizers import when the first one is made
 from warm import count_for_test
 
-import geartrain.trainer  # noqa: F401 (and all else that a rank would spend its first second on)
+import geartrain.trainer  # noqa: F401 (its imports take a second, which each rank would need)
 from geartrain_testing.launching import free_port
 
-#: Seconds between two looks at the ranks, that ranks have to end after one has failed, and that what they started has after them.
+#: Seconds between two polls of the ranks; for the other ranks to end after one has failed; and for
+#: processes that ranks started to end after them.
 PERIOD, PATIENCE, GRACE = 0.005, 20.0, 5.0
 #: This process's exit status, if it is a rank.
 _status: int | None = None
@@ -33,7 +35,7 @@ _status: int | None = None
 
 def main() -> None:
     """Serve until the standard input ends."""
-    gc.freeze()  # no rank copies all of this because it collects garbage
+    gc.freeze()  # so that garbage collection in a rank does not copy the shared memory
     for line in sys.stdin:
         request = json.loads(line)
         os.environ.clear()
@@ -47,7 +49,7 @@ def main() -> None:
 
 
 def run(function: Callable[..., Any], request: dict[str, Any], port: int) -> list[str]:
-    """Fork the ranks and wait for them; how each ended, and what it left behind."""
+    """Fork the ranks and wait for them; return the end of each, as :func:`watch` does."""
     pids = []
     for rank in range(request["ranks"]):
         pid = os.fork()
@@ -59,7 +61,7 @@ def run(function: Callable[..., Any], request: dict[str, Any], port: int) -> lis
 
 
 def become(rank: int, request: dict[str, Any], port: int) -> None:
-    """Be a rank, or a node, that a user has started by hand, or one process alone; in the request's folder."""
+    """Prepare this process: a rank or node started by hand, or one process, in a folder."""
     os.setpgid(0, 0)
     count_for_test()
     os.chdir(request["folder"])
@@ -80,12 +82,12 @@ def become(rank: int, request: dict[str, Any], port: int) -> None:
         file = os.open(name, os.O_CREAT | os.O_RDWR | os.O_APPEND)
         os.dup2(file, descriptor)
         os.close(file)
-    faulthandler.enable()  # SIGABRT shows where a rank is that does not end
+    faulthandler.enable()  # SIGABRT prints the stack of a rank that hangs
     sys.argv = [request["function"]]
 
 
 def work(function: Callable[..., Any], arguments: list[Any], rank: int) -> NoReturn:
-    """Call the function, keep what it returns or raises, and end as a program does that raises it."""
+    """Call the function, save its result or error, and end with the exit code of a program."""
     global _status
     try:
         _status = 1
@@ -101,7 +103,10 @@ def work(function: Callable[..., Any], arguments: list[Any], rank: int) -> NoRet
 
 @atexit.register
 def end_at_once() -> None:
-    """End a rank, whose other ``atexit`` functions have run, without the destruction of all objects, which takes half a second."""
+    """End a rank without the destruction of all objects, which takes half a second.
+
+    This function is registered first, so all other ``atexit`` functions have run before it.
+    """
     if _status is not None:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -109,8 +114,10 @@ def end_at_once() -> None:
 
 
 def watch(pids: list[int], deadline: float) -> list[str]:
-    """Wait until all ranks and what they have started have ended. End them after the deadline, and soon after one has failed, as
-    launchers do: the exit statuses, or words."""
+    """Wait until all ranks and their child processes have ended; return exit codes or words.
+
+    Ranks are ended at the deadline, and soon after one has failed, as launchers do.
+    """
     ends = dict.fromkeys(pids, "")
     while left := [pid for pid, end in ends.items() if not end]:
         for pid in left:
@@ -122,7 +129,7 @@ def watch(pids: list[int], deadline: float) -> list[str]:
             elif time.monotonic() > deadline:
                 os.kill(pid, signal.SIGABRT)
                 os.waitpid(pid, 0)
-                ends[pid] = "did not end; its output shows where it was"
+                ends[pid] = "did not end; its output has its stack"
         time.sleep(PERIOD)
     deadline = time.monotonic() + GRACE
     while left := [pid for pid in pids if has_left(pid)]:
@@ -137,7 +144,7 @@ def watch(pids: list[int], deadline: float) -> list[str]:
 
 
 def has_left(pid: int) -> bool:
-    """True if a process of this rank's group lives."""
+    """True if a process of this rank's group is alive."""
     with suppress(ProcessLookupError):
         os.killpg(pid, 0)
         return True

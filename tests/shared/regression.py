@@ -1,4 +1,4 @@
-"""A regression, its data and its trainer, which the tests of several strategies train in one process and in many."""
+"""A regression with data and a trainer, for tests of strategies in one and in several processes."""
 
 import torch
 from torch import nn
@@ -17,14 +17,16 @@ def samples(n=SAMPLES):
 
 
 class Net(gt.Module):
-    """The options are what a case is about.
+    """A regression on three numbers.
 
     Args:
-        frozen: the first layer is; ``freezes``: the second one from the fourth batch on.
-        unused: every second batch leaves a layer out.
-        shared: two layers have one weight.
-        norm: with BatchNorm.
-        deep: so many layers more.
+        optimizer: ``"sgd"``, ``"adam"``, ``"two"`` or ``"lbfgs"``.
+        frozen: freeze the first layer.
+        freezes: freeze the second layer from the fourth batch on.
+        unused: every second batch does not use the layer ``extra``.
+        shared: two layers share one weight.
+        norm: use BatchNorm.
+        deep: the number of additional layers.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class Net(gt.Module):
             self.second.requires_grad_(False)
         loss = nn.functional.mse_loss(self(x, not self.unused or batch_idx % 2 == 0), y)
         self.log("loss", loss, on_step=True, sync_dist=True)
-        # In 16-mixed a hundredth of it, so that gradients do not overflow float16 at the scaler's first scale.
+        # Smaller in 16-mixed: gradients must not overflow float16 at the scaler's first scale.
         return loss * 0.01 if self.trainer.plan.precision.name == "16-mixed" else loss
 
     def validation_step(self, batch, batch_idx):
@@ -93,7 +95,7 @@ class Net(gt.Module):
 
 
 class Curve:
-    """A logger that keeps some metrics of each step: the loss, unless others are named."""
+    """A logger that keeps the named metrics of each step; the default is the loss."""
 
     def __init__(self, *names):
         self.names = names or ("loss",)

@@ -1,7 +1,8 @@
 """Run functions and scripts on several ranks.
 
-A function of a test's module runs on ranks that a server forks (rank_server.py), which has imported torch already; each pytest process has
-one server. Whatever needs ranks that geartrain itself has started is a script, a program of its own.
+A function of a test's module runs on ranks that a server forks (rank_server.py). The server has
+imported torch; each pytest process has one server. A test that needs ranks started by geartrain
+runs a separate program.
 """
 
 import json
@@ -28,15 +29,15 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass
 class Rank:
-    """How a rank ended."""
+    """The end of a rank, and its results."""
 
-    #: Its exit status, -9 after SIGKILL; or words, if it had to be ended.
+    #: The exit code, -9 after SIGKILL; or words, if the server had to end the rank.
     end: str
-    #: What the function returned; ``None`` after an error.
+    #: The function's return value; ``None`` after an error.
     result: Any
-    #: What it raised, ``"KeyError: 'text'"``; "" if nothing.
+    #: The function's error, such as ``"KeyError: 'text'"``, or "".
     error: str
-    #: What it wrote to its standard output, without the lines of torch 2.8's gloo, and to its standard error.
+    #: Standard output, without the lines of torch 2.8's gloo, and standard error.
     out: str
     err: str
 
@@ -53,12 +54,13 @@ def run(
     place: str = "rank",
     seconds: float = 60,
 ) -> list[Rank]:
-    """Call a function of a module on several ranks, in the folder; what came of each.
+    """Call a function of a module on several ranks, in the folder; return the end of each.
 
     Args:
-        arguments: what JSON can carry.
-        place: ``"rank"``: each is a rank; ``"node"``: each is the program of one of so many nodes; ``"alone"``: none knows of the others.
-        seconds: after which ranks are ended.
+        arguments: the function's arguments; JSON must be able to carry them.
+        place: ``"rank"``: each process is a rank; ``"node"``: each is the program of one node;
+            ``"alone"``: each is a single process.
+        seconds: the time after which the server ends the ranks.
     """
     for earlier in folder.glob("rank-*.*"):
         earlier.unlink()
@@ -80,7 +82,7 @@ def run(
 def succeeded(
     folder: Path, function: Callable[..., Any], *arguments: Any, **options: Any
 ) -> list[Rank]:
-    """How each rank ended, none of which may fail. The options are those of :func:`run`."""
+    """Return the end of each rank; all must succeed. The options are those of :func:`run`."""
     found = run(folder, function, *arguments, **options)
     for number, rank in enumerate(found):
         assert rank.end == "0", f"{function.__name__} on rank {number}: {rank.end}\n{rank.printed}"
@@ -90,14 +92,14 @@ def succeeded(
 def results(
     folder: Path, function: Callable[..., Any], *arguments: Any, **options: Any
 ) -> list[Any]:
-    """What the function returned on each rank, none of which may fail."""
+    """Return the function's result on each rank; all must succeed."""
     return [rank.result for rank in succeeded(folder, function, *arguments, **options)]
 
 
 def failed(
     folder: Path, function: Callable[..., Any], *arguments: Any, **options: Any
 ) -> list[Rank]:
-    """How each rank ended, all of which must fail by themselves."""
+    """Return the end of each rank; all must fail with an error."""
     found = run(folder, function, *arguments, **options)
     for number, rank in enumerate(found):
         assert rank.end == "1", f"{function.__name__} on rank {number}: {rank.end}\n{rank.printed}"
@@ -105,7 +107,7 @@ def failed(
 
 
 def kept_by(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """A fixture: what the function returned on each rank. It runs once for the tests of a module, if one of them is selected."""
+    """Return a fixture of module scope with the function's result on each rank."""
 
     @pytest.fixture(scope="module")
     def kept(tmp_path_factory):
@@ -115,7 +117,7 @@ def kept_by(function: Callable[..., Any], *arguments: Any, **options: Any) -> An
 
 
 def command(folder: Path, *arguments: Any) -> Rank:
-    """How the ``geartrain`` command ended, in a process of its own."""
+    """Run the ``geartrain`` command in a separate process and return its end."""
     (process,) = run(folder, _command, *map(str, arguments), ranks=1, place="alone")
     return process
 
@@ -131,7 +133,7 @@ def _command(*arguments: str) -> NoReturn:
 def program(
     folder: Path, function: Callable[..., Any], *arguments: Any, **environment: str
 ) -> Iterator[Launched]:
-    """A program of its own that calls the function, on ranks that geartrain starts."""
+    """Start a program that calls the function on ranks that geartrain starts."""
     file = Path(__file__).with_name("rank_program.py")
     with launched(
         str(file),
@@ -151,7 +153,7 @@ def program_results(
     ranks: int = 2,
     seconds: float = 100,
 ) -> list[Any]:
-    """What the function returned on each rank of a program of its own, which must succeed."""
+    """Run the function as :func:`program` does and return each rank's result; it must succeed."""
     with program(folder, function, *arguments) as run:
         run.succeed(seconds)
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(ranks)]
@@ -177,16 +179,12 @@ def _rank(folder: Path, number: int, end: str) -> Rank:
 
 def _environment(**more: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in _CLEARED}
-    return {
-        **kept,
-        "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": "1",
-        **more,
-    }  # one thread: the server forks
+    # One thread, because the server forks.
+    return {**kept, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", **more}
 
 
 class _Server:
-    """The process that forks ranks; it ends with this one."""
+    """The process that forks ranks. It ends when this process ends."""
 
     def __init__(self) -> None:
         paths = os.pathsep.join(
@@ -201,15 +199,16 @@ class _Server:
         )
 
     def ask(self, request: dict[str, Any]) -> list[str]:
-        """Have a request done. After a failure, such as a test's own timeout, the next request has a new server."""
+        """Send a request and return the answer.
+
+        After a failure, such as a test's timeout, the next request gets a new server.
+        """
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
             ready, _, _ = select.select([self._process.stdout], [], [], 60 + request["seconds"])
             answer = self._process.stdout.readline() if ready else ""
-            assert answer, (
-                f"the server of ranks has ended or does not answer: {self._process.poll()}"
-            )
+            assert answer, f"the rank server has ended or does not answer: {self._process.poll()}"
         except BaseException:
             _server.cache_clear()
             self._process.kill()
@@ -241,30 +240,33 @@ def keep(trainer, **values):
 
 
 class Scripts:
-    """Scripts that begin with the names of a folder's cases.py, and with ``keep(trainer, **values)``.
+    """Scripts that can use the names of a folder's cases.py, and ``keep(trainer, **values)``.
 
     Args:
         file: a module of the folder.
-        more: lines at a script's beginning.
+        more: more lines at the beginning of each script.
     """
 
     def __init__(self, file, more=""):
         self.preamble = PREAMBLE.format(here=str(Path(file).parent)) + more
 
     def script(self, folder, body, *arguments, timeout=100, **environment):
-        """Run ``body`` after the preamble as train.py; what it printed and its exit status. Nothing outlives it."""
+        """Run the preamble and ``body`` as train.py; return output and exit code.
+
+        All its processes are ended.
+        """
         (folder / "train.py").write_text(self.preamble + body, encoding="utf-8")
         with launched("train.py", *arguments, folder=folder, **environment) as run:
             return SimpleNamespace(returncode=run.wait(timeout), printed=run.out + run.err)
 
     def results(self, folder, body, ranks=2, timeout=100):
-        """What each rank kept of a script that must succeed."""
+        """Run a script that must succeed and return the values that each rank kept."""
         done = self.script(folder, body, timeout=timeout)
         assert done.returncode == 0, done.printed
         return [torch.load(folder / f"kept-{rank}.pt", weights_only=False) for rank in range(ranks)]
 
     def failure(self, folder, body, timeout=100):
-        """What a script printed that must fail, by itself and within the time."""
+        """Run a script that must fail within the timeout and return its output."""
         done = self.script(folder, body, timeout=timeout)
         assert done.returncode != 0, done.printed
         return done.printed

@@ -1,4 +1,4 @@
-"""Tiny modules, data and plugins that the tests of core and of the tools share."""
+"""Small modules, data and plugins that the tests of core and of the tools share."""
 
 import copy
 import threading
@@ -17,7 +17,7 @@ DEADLINE = 30
 
 
 def trainer(**options):
-    """One epoch on the CPU, with nothing drawn and no sanity check, unless said otherwise."""
+    """Return a Trainer; by default one epoch on the CPU without progress bar and sanity check."""
     return gt.Trainer(
         **{
             "accelerator": "cpu",
@@ -30,7 +30,7 @@ def trainer(**options):
 
 
 def fit(module=None, train=None, val=None, **options):
-    """Train (a new ``Net`` on 6 batches, if nothing else is given); returns the trainer."""
+    """Train a module, by default a new ``Net`` on 6 batches, and return the trainer."""
     one = trainer(**options)
     one.fit(Net() if module is None else module, loader() if train is None else train, val)
     return one
@@ -47,7 +47,7 @@ def loader(n=24, batch_size=4, dtype=torch.float32, **options):
 
 
 class Stream:
-    """Batches with no length, as those of an iterable dataset."""
+    """Batches without a length, like those of an iterable dataset."""
 
     def __init__(self, batches):
         self.batches = list(batches)
@@ -57,7 +57,7 @@ class Stream:
 
 
 class Net(gt.Module):
-    """A regression on three numbers; ``optimizer`` makes its optimizer of its parameters."""
+    """A regression on three numbers; ``optimizer(parameters)`` creates its optimizer."""
 
     def __init__(self, optimizer=SGD, dtype=torch.float32):
         super().__init__()
@@ -81,7 +81,10 @@ class Net(gt.Module):
 
 
 class EvalNet(Net):
-    """One that can be evaluated too; it keeps ``(stage, batch_idx, dataloader_idx)`` of each evaluation step."""
+    """A ``Net`` with evaluation steps, whose calls it records in ``seen``.
+
+    Each entry is ``(stage, batch_idx, dataloader_idx)``.
+    """
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -100,7 +103,7 @@ class EvalNet(Net):
 
 
 class Logging(Net):
-    """One whose steps are functions of ``(module, batch, batch_idx)`` that log what a test wants logged."""
+    """A ``Net`` whose steps call ``train`` or ``validate(module, batch, batch_idx)`` to log."""
 
     def __init__(self, train=None, validate=None):
         super().__init__()
@@ -117,7 +120,7 @@ class Logging(Net):
 
 
 class Loggers:
-    """A logger that keeps what it was given: ``(step, metrics)``."""
+    """A logger that keeps ``(step, metrics)`` of each call."""
 
     def __init__(self):
         self.lines = []
@@ -128,7 +131,7 @@ class Loggers:
 
 
 class Recorder:
-    """Wraps every hook of a step and keeps who was called when."""
+    """Wraps every hook of a step and records the order of the calls."""
 
     def __init__(self):
         self.calls = []
@@ -183,7 +186,7 @@ class Recorder:
 
 
 class Noting(torch.optim.lr_scheduler.LambdaLR):
-    """A scheduler that notes when it steps."""
+    """A scheduler that records its steps."""
 
     def __init__(self, optimizer, note):
         self.note = lambda what: None
@@ -196,7 +199,7 @@ class Noting(torch.optim.lr_scheduler.LambdaLR):
 
 
 class Own(EvalNet):
-    """Keeps the order of the module's own hooks."""
+    """Records the order of the module's hooks."""
 
     def __init__(self, note, **options):
         super().__init__(**options)
@@ -217,7 +220,7 @@ class Own(EvalNet):
 
 
 class Pretend:
-    """A strategy whose one process says that it is rank 0 of two; the other one would log what this one logs."""
+    """A strategy of one process that claims to be rank 0 of two; both ranks log the same values."""
 
     planned = gt.Layout(2, 1)
     world = gt.World(rank=0, size=2, local_rank=0, local_size=2, node_rank=0)
@@ -270,7 +273,7 @@ def weights(module):
 
 
 def assert_equal(a, b):
-    """Bitwise equal weights."""
+    """Assert that weights are bitwise equal."""
     a, b = (x if isinstance(x, dict) else x.state_dict() for x in (a, b))
     assert a.keys() == b.keys()
     for name in a:
@@ -283,7 +286,7 @@ def differ(a, b):
 
 
 def by_hand(module, batches, optimizer=SGD, epochs=1, before_step=None):
-    """The loop as one writes it in plain PyTorch, on a copy of the module."""
+    """Train a copy of the module in plain PyTorch and return it."""
     module = copy.deepcopy(module)
     stepper = optimizer(module.parameters())
     for _ in range(epochs):
@@ -297,7 +300,7 @@ def by_hand(module, batches, optimizer=SGD, epochs=1, before_step=None):
 
 
 def together(functions):
-    """Call each function in a thread of its own; their results, or the exceptions they raised."""
+    """Call each function in a separate thread; return their results or exceptions."""
     results = [None] * len(functions)
 
     def call(i):

@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces."""
+"""Two hosts on one machine, as network namespaces."""
 
 import os
 import shutil
@@ -16,10 +16,10 @@ def ip(*arguments: str) -> None:
 
 @contextmanager
 def two_hosts(network: str, mtu: int = 1500) -> Iterator[list[str]]:
-    """Two namespaces with the addresses 1 and 2 of a network, joined by a cable; their names.
+    """Create two connected namespaces with the addresses 1 and 2 of a network; yield their names.
 
     Args:
-        network: its first three numbers, "10.99.0".
+        network: the network's first three numbers, such as "10.99.0".
         mtu: bytes of the largest packet.
     """
     if os.geteuid() != 0 or not shutil.which("ip"):
@@ -32,27 +32,15 @@ def two_hosts(network: str, mtu: int = 1500) -> Iterator[list[str]]:
             try:
                 ip("netns", "add", name)
             except subprocess.CalledProcessError as error:
-                pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
+                pytest.skip(f"no network namespaces: {error.stderr.decode().strip()}")
             made.append(name)
-        ip(
-            "link",
-            "add",
-            f"v{unique}0",
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            f"v{unique}1",
-            "netns",
-            names[1],
-        )
+        first, second = (f"v{unique}{i} netns {name}" for i, name in enumerate(names))
+        ip(*f"link add {first} type veth peer name {second}".split())
         for i, name in enumerate(names):
             ip("-n", name, "link", "set", "lo", "up")
             ip("-n", name, "addr", "add", f"{network}.{i + 1}/24", "dev", f"v{unique}{i}")
             ip("-n", name, "link", "set", f"v{unique}{i}", "mtu", str(mtu), "up")
         yield names
     finally:
-        for name in made:  # the cable goes with them
+        for name in made:  # this also deletes the connection
             subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20)

@@ -1,12 +1,14 @@
-"""Programs that begin with torch imported: a process that has imported it forks for each.
+"""Programs that start with torch imported: a process that has imported torch forks them.
 
-A program of a test is a process of its own, and most of what it takes is the import of torch: two seconds, or four with what optimizers
-and options import. :class:`Warm` starts one process that imports them once. :meth:`Warm.script` writes a command that has it fork, and
-that is otherwise like the program itself: it has the standard streams, the working folder, the variables and the exit status; if it ends,
-so does the program. What differs: a signal ends the command without a word to the program, and ``sys.modules`` has more in it.
+Tests run programs as separate processes. Most of their time is the import of torch: two seconds, or
+four with the imports of optimizers and options. :class:`Warm` starts one process that imports all
+of this once. :meth:`Warm.script` writes a command that makes this process fork. The command behaves
+like the program: it has its standard streams, working folder, variables and exit code, and if the
+command ends, the program ends. There are two differences: a signal to the command kills the
+program, and ``sys.modules`` has more modules.
 
-A test of imports, of signals or of who started whom needs a program from scratch. This file uses the standard library alone: it runs
-inside environments of tests.
+Tests of imports, signals or parent processes need a program that is not forked. This file uses only
+the standard library, because it runs in environments of tests.
 """
 
 import atexit
@@ -28,7 +30,7 @@ import types
 from importlib import import_module
 from pathlib import Path
 
-#: torch._dynamo is what torch.optim imports when the first optimizer is made.
+#: torch.optim imports torch._dynamo when the first optimizer is created.
 IMPORTED = (
     "torch",
     "torch.utils.data",
@@ -38,19 +40,19 @@ IMPORTED = (
     "rich.table",
     "rich.progress",
 )
-#: Elsewhere a process cannot be waited for together with a socket.
+#: Without pidfd_open a process and a socket cannot be waited for together.
 AVAILABLE = hasattr(os, "pidfd_open")
 
 
 class Warm:
-    """Start the process that forks.
+    """The process that forks.
 
-    It ends with this process, or when nothing refers to it any more.
+    It ends when this process ends or drops its last reference.
 
     Args:
         python: the interpreter of the programs.
-        folder: for its socket, whose path must be short.
-        env: its variables; each program has those of its command.
+        folder: a folder for the socket; its path must be short.
+        env: variables of the process; each program has the variables of its command.
     """
 
     def __init__(self, python, folder, env=None):
@@ -63,38 +65,42 @@ class Warm:
             raise RuntimeError("the process that forks did not start")
 
     def script(self, path, program=None, python=None):
-        """Write a command to ``path``. It runs ``program``, or is a ``python`` that runs the file that it is given.
+        """Write a command to ``path`` and return the path.
 
-        Its interpreter is ``python``, which may be one of another environment that has the same packages and more.
+        Args:
+            program: the file that the command runs; ``None``: the command is a ``python`` that runs
+                the file in its arguments.
+            python: the interpreter; its environment must have the packages of this one, and may
+                have more.
         """
         python = str(python or self._python)
         itself, client = (
             shlex.join(words) for words in ([python], [python, "-IS", __file__, self._socket])
         )
         choose = "" if program is None else f'set -- {shlex.quote(str(program))} "$@"\n'
-        # Python itself runs `python -c`. It runs ranks too: GEARTRAIN_STARTED_BY is the process id, which a fork would change.
-        whole = f'[ -f "$1" ] && [ -z "$GEARTRAIN_STARTED_BY" ] || exec {itself} "$@"\nexec {client} "$@"\n'
-        path.write_text(f"#!/bin/sh\n{choose}{whole}", encoding="utf-8")
+        # Python itself runs `python -c`. It also runs ranks: GEARTRAIN_STARTED_BY has the process
+        # id, which a fork would change.
+        direct = f'[ -f "$1" ] && [ -z "$GEARTRAIN_STARTED_BY" ] || exec {itself} "$@"\n'
+        path.write_text(f'#!/bin/sh\n{choose}{direct}exec {client} "$@"\n', encoding="utf-8")
         path.chmod(0o755)
         return path
 
     def end(self):
-        """End it, the programs, and what those have started."""
+        """End the process, the programs and their child processes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate()
 
 
-# --- the command ---------------------------------------------------------------------------------------------------------
+# --- the command ---------------------------------------------------------------------------------
 
 
 def ask(path, argv):
-    """Have a program started, and end as it does."""
+    """Request a program, and end with its exit code or signal."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
-        prefix = str(
-            Path(sys.executable).parents[1]
-        )  # sys.prefix is the environment's only if site is imported
+        # Not sys.prefix, which is the environment's only if site is imported.
+        prefix = str(Path(sys.executable).parents[1])
         request = json.dumps([argv, os.getcwd(), dict(os.environ), prefix]) + "\n"
         sent = socket.send_fds(connection, [request.encode()], [0, 1, 2])
         connection.sendall(request.encode()[sent:])
@@ -106,20 +112,24 @@ def ask(path, argv):
     sys.exit(os.waitstatus_to_exitcode(status))
 
 
-# --- the process that forks ----------------------------------------------------------------------------------------------
+# --- the process that forks ----------------------------------------------------------------------
 
 
 def serve(path):
-    """Fork for each who asks. Returns in the new program, with what it was asked to run; otherwise ends with its standard input."""
+    """Fork for each request, until the standard input ends.
+
+    Returns:
+        In a new program only: its arguments and the prefix of its environment.
+    """
     for name in IMPORTED:
         import_module(name)
     gc.collect()
-    gc.freeze()  # a program's collections leave alone what it shares with this process
+    gc.freeze()  # so that garbage collection in a program does not copy the shared memory
     listener = socket.socket(socket.AF_UNIX)
-    Path(path).unlink(missing_ok=True)  # of one that was killed
+    Path(path).unlink(missing_ok=True)  # of a process that was killed
     listener.bind(path)
     listener.listen(64)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the keepers
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for the parents of programs
     print("ready", flush=True)
     while True:
         ready, _, _ = select.select([listener, 0], [], [])
@@ -133,7 +143,7 @@ def serve(path):
 
 
 def _keep(connection):
-    """Start the program and tell the command how it ended. Returns in the program alone."""
+    """Start the program and send its exit status to the command. Returns only in the program."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     text, streams, _, _ = socket.recv_fds(connection, 1 << 20, 3)
     while not text.endswith(b"\n"):
@@ -161,7 +171,10 @@ def _keep(connection):
 
 
 def count_for_test():
-    """Restart coverage in a fork, if tests/mutations.py measures: the variables now name the test that asked for the fork."""
+    """Restart coverage in a fork if tests/mutations.py measures.
+
+    The environment of the fork names the test that requested it.
+    """
     coverage = sys.modules.get("coverage")
     if coverage is not None and "COVERAGE_PROCESS_START" in os.environ:
         coverage.Coverage.current().stop()
@@ -169,12 +182,11 @@ def count_for_test():
 
 
 def _run(argv, prefix):
-    """Run a file as ``PREFIX/bin/python FILE`` does, and end."""
+    """Run a file like ``PREFIX/bin/python FILE``, and end."""
     sys.prefix = sys.exec_prefix = prefix
     sys.executable = f"{prefix}/bin/python3"  # not the command of script()
-    site.addsitedir(
-        sysconfig.get_path("purelib", vars={"base": prefix})
-    )  # what the environment has more, or has been installed since
+    # Packages that only this environment has, or that were installed after the start.
+    site.addsitedir(sysconfig.get_path("purelib", vars={"base": prefix}))
     sys.argv[:] = argv
     sys.orig_argv[:] = [sys.executable, *argv]
     sys.path[0] = str(Path(argv[0]).resolve().parent)
@@ -191,7 +203,8 @@ def _run(argv, prefix):
     if not isinstance(code, int | None):
         print(code, file=sys.stderr)
         code = 1
-    # As the interpreter ends, but without its taking apart every module, which takes a copy of all memory and half a second.
+    # End like the interpreter, but without the destruction of all modules, which copies all memory
+    # and takes half a second.
     threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -1,10 +1,10 @@
-"""What the distribution ``geartrain-chip`` of these tests has in it: one plugin of each kind, which say what options they got."""
+"""The module of the test distribution ``geartrain-chip``: plugins that print their options."""
 
 from geartrain import Layout, hookimpl
 
 
 class Chip:
-    """An accelerator with four devices, which are the cpu."""
+    """An accelerator with four devices, all of which are the CPU."""
 
     priority = -1
 
@@ -25,7 +25,7 @@ class Chip:
 
 
 class Scaled:
-    """A strategy of one process, however many devices it drives."""
+    """A strategy of one process with any number of devices."""
 
     def __init__(self, scale: float = 1.0, in_units: str = "ms"):
         self.words = f"scale {scale} {in_units}"
@@ -40,7 +40,7 @@ class Scaled:
 
 
 class Bell:
-    """A plugin."""
+    """A plugin that prints a word when a run starts."""
 
     def __init__(self, sound: str = "ding", times: int = 1):
         self.words = sound * times

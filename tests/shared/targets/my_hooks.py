@@ -1,4 +1,4 @@
-"""A plugin in a file, as one writes it beside one's own script."""
+"""A plugin in a file, like a user's file beside a script."""
 
 from geartrain import hookimpl
 

@@ -1,4 +1,4 @@
-"""The target of these tests: a regression on three numbers. Each test gets a copy in a folder of its own."""
+"""The target of these tests: a regression on three numbers. Each test gets a copy in its folder."""
 
 import torch
 from torch import nn
@@ -45,7 +45,7 @@ class Net(gt.Module):
 
 
 class Data(gt.DataModule):
-    """16 samples, unless said otherwise.
+    """Samples of a regression, 16 by default.
 
     Args:
         batch_size: samples in one batch.
@@ -54,10 +54,8 @@ class Data(gt.DataModule):
     def __init__(self, batch_size: int = 4, samples: int = 16):
         print("the data is made")
         x = torch.linspace(-1, 1, samples * 3).reshape(samples, 3)
-        self.samples, self.batch_size = (
-            TensorDataset(x, x.sum(dim=1, keepdim=True).sin()),
-            batch_size,
-        )
+        self.samples = TensorDataset(x, x.sum(dim=1, keepdim=True).sin())
+        self.batch_size = batch_size
 
     def train_dataloader(self):
         return DataLoader(self.samples, batch_size=self.batch_size, shuffle=True)
