@@ -1,4 +1,4 @@
-"""Forks of a rank: they wait until it is safe, and the children of the main thread die with the rank."""
+"""Forks of a rank wait until it is safe, and children of the main thread die with the rank."""
 
 import multiprocessing
 import os
@@ -31,7 +31,7 @@ def test_a_fork_waits_for_the_threads_of_the_process_group(monkeypatch):
     assert waited == [threading.main_thread()]
 
 
-def test_a_signal_that_comes_while_a_fork_waits_still_ends_the_run(monkeypatch):
+def test_a_signal_during_the_wait_of_a_fork_ends_the_run(monkeypatch):
     monkeypatch.setattr(forks, "_settle", lambda: os.kill(os.getpid(), signal.SIGTERM))
 
     def start_and_wait():
@@ -44,7 +44,7 @@ def test_a_signal_that_comes_while_a_fork_waits_still_ends_the_run(monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
-def test_a_child_of_a_rank_that_is_killed_dies_too():
+def test_a_child_of_a_killed_rank_dies():
     program = """
         import os, signal, time
         from geartrain_parallel.forks import guard_forks

@@ -1,4 +1,4 @@
-"""Launching: a plan and a launcher that disagree."""
+"""Launching fails if the plan and the launcher disagree."""
 
 import os
 import subprocess
@@ -22,8 +22,9 @@ class Strategy(ProcessGroupStrategy):
 class Model(gt.Module):
     def training_step(self, batch, batch_idx): ...
     def configure_optimizers(self): ...
+trainer = gt.Trainer(accelerator="cpu", devices=2, num_nodes=2, strategy=Strategy())
 try:
-    gt.Trainer(accelerator="cpu", devices=2, num_nodes=2, strategy=Strategy()).fit(Model(), [torch.ones(1)])
+    trainer.fit(Model(), [torch.ones(1)])
 except gt.UsageError as error:
     print(error, file=sys.stderr)
     sys.exit(2)

@@ -1,4 +1,4 @@
-"""``self.log`` over several ranks: two collectives a flush, reductions, and ranks that have nothing to log."""
+"""``self.log`` over several ranks: number of collectives, reductions, ranks without metrics."""
 
 import math
 import threading
@@ -15,14 +15,14 @@ from geartrain.parallel import SeveralRanks
 
 
 class Ranks:
-    """A world of threads: ``log_sync`` and ``broadcast`` meet at a barrier. Call it with what each rank does with its Logs."""
+    """Ranks that are threads: ``log_sync`` and ``broadcast`` meet at a barrier.
+
+    Call it with one function per rank, which gets the rank's run.
+    """
 
     def __init__(self, size):
-        self.size, self.meet, self.slots = (
-            size,
-            threading.Barrier(size, timeout=DEADLINE),
-            [None] * size,
-        )
+        self.size, self.slots = size, [None] * size
+        self.meet = threading.Barrier(size, timeout=DEADLINE)
         self.runs = [self.make_run(rank) for rank in range(size)]
 
     def make_run(self, rank):
@@ -45,19 +45,16 @@ class Ranks:
             trainer=SimpleNamespace(calls=calls, lines=lines),
             command="fit",
         )
-        run.world, run.ranks, run.logs = (
-            World(rank, self.size, rank, self.size),
-            SeveralRanks(),
-            MetricStore(run),
-        )
+        run.world = World(rank, self.size, rank, self.size)
+        run.ranks, run.logs = SeveralRanks(), MetricStore(run)
         return run
 
     def exchange(self, rank, mine):
         self.slots[rank] = mine
         self.meet.wait()
-        everyone = list(self.slots)
+        values = list(self.slots)
         self.meet.wait()
-        return everyone
+        return values
 
     def __call__(self, *each):
         results = together(
@@ -70,7 +67,7 @@ class Ranks:
 
 
 def logs(name, values, weights=None, *, stop=False, **options):
-    """What a rank does: log ``values`` and end the epoch."""
+    """Return a rank's function, which logs ``values`` and ends the epoch."""
 
     def act(run):
         for value, weight in zip(values, weights or [1] * len(values), strict=True):
@@ -112,17 +109,14 @@ def test_a_flush_is_two_collectives(metrics):
     [("mean", (1 * 1 + 4 * 2 + 9 * 5) / 8), ("sum", 14.0), ("min", 1.0), ("max", 9.0)],
 )
 def test_reductions_over_ranks(reduce_fx, expected):
-    """Samples of 1 and 2 on rank 0, of 5 on rank 1."""
+    """Batches of 1 and 2 samples on rank 0, and of 5 on rank 1."""
     ranks = Ranks(2)
     both = ranks(
         logs("x", [1.0, 4.0], [1, 2], reduce_fx=reduce_fx),
         logs("x", [9.0], [5], reduce_fx=reduce_fx),
     )
     assert both == [{"x": pytest.approx(expected)}] * 2
-    assert [run.trainer.lines for run in ranks.runs] == [
-        both[:1],
-        [],
-    ]  # rank 0 alone hands them to loggers
+    assert [run.trainer.lines for run in ranks.runs] == [both[:1], []]  # only rank 0 has loggers
 
 
 def test_a_value_of_1_has_the_mean_1_over_ranks():
@@ -144,7 +138,7 @@ def test_without_sync_dist_each_rank_keeps_its_own():
     ]
 
 
-def test_a_metric_of_one_rank_is_told_apart_from_that_of_all():
+def test_a_metric_of_rank_0_only_is_a_warning():
     def validate(*each):
         ranks = Ranks(2)
         for run in ranks.runs:
@@ -186,7 +180,7 @@ def test_a_rank_without_samples_takes_the_others_keys(empty, reduce_fx, expected
 
 
 @pytest.mark.parametrize("empty", [0, 1])
-def test_rank_0_hands_metrics_to_loggers_even_where_it_had_no_samples(empty):
+def test_rank_0_passes_metrics_to_loggers_also_without_samples(empty):
     ranks = Ranks(2)
     ranks(*(logs("x", [] if rank == empty else [3.0]) for rank in range(2)))
     assert [run.trainer.lines for run in ranks.runs] == [[{"x": 3.0}], []]

@@ -1,4 +1,4 @@
-"""Which node this is, and where rank 0 is, if geartrain starts the ranks itself."""
+"""The node's number and the address of rank 0, if geartrain starts the ranks."""
 
 import pytest
 
@@ -15,7 +15,7 @@ from geartrain_parallel.nodes import master, node_rank
         (2, {"NODE_RANK": "-1"}, ("NODE_RANK='-1'",)),
     ],
 )
-def test_node_rank_is_refused_by_name(nodes, environ, words):
+def test_a_wrong_node_rank_is_an_error_with_its_name(nodes, environ, words):
     with pytest.raises(UsageError) as caught:
         node_rank(nodes, environ)
     for word in words:
@@ -39,5 +39,5 @@ def test_several_nodes_need_an_address(environ):
         master(2, environ)
 
 
-def test_one_node_needs_none():
+def test_one_node_needs_no_address():
     assert master(1, {"MASTER_ADDR": "elsewhere", "MASTER_PORT": "1"}) == ("127.0.0.1", None)

@@ -1,4 +1,4 @@
-"""How long a supervisor waits can be changed by a variable of the environment."""
+"""An environment variable changes a supervisor's timeouts."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def test_defaults():
     )
 
 
-def test_some_are_changed():
+def test_some_timeouts_are_changed():
     changed = Patience.from_environment({"GEARTRAIN_PATIENCE": "grace=0.5, stopped = 60"})
     assert changed == Patience(unwind=3.0, grace=0.5, teardown=300.0, stopped=60.0)
 
@@ -32,9 +32,9 @@ def test_some_are_changed():
         "grace=1;unwind=2",
     ],
 )
-def test_what_cannot_be_read_is_refused(text):
+def test_an_invalid_timeout_is_refused(text):
     with pytest.raises(
         gt.UsageError,
-        match=r"GEARTRAIN_PATIENCE: .* is no NAME=SECONDS. Fix: seconds above 0 for unwind, grace, ",
+        match=r"GEARTRAIN_PATIENCE: .* is not NAME=SECONDS. Fix: seconds above 0 for unwind, grace",
     ):
         Patience.from_environment({"GEARTRAIN_PATIENCE": f"stopped=1,{text}"})

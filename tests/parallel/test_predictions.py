@@ -1,4 +1,4 @@
-"""Predictions of several ranks, sent to all of them."""
+"""Predictions are sent from every rank to all ranks."""
 
 import queue
 import threading
@@ -16,7 +16,7 @@ from geartrain_parallel.sharding import StridedShard
 
 
 def ranks(outputs, loader=None):
-    """What each of the ranks gets that have these outputs; and the bytes that were sent."""
+    """Return the results of ranks with these outputs, and the numbers of bytes that they sent."""
     mail = [queue.Queue() for _ in outputs]
     sent = []
 
@@ -31,12 +31,11 @@ def ranks(outputs, loader=None):
         hooks = SimpleNamespace(broadcast=lambda run, obj, src: broadcast(rank, obj, src))
         return SimpleNamespace(world=gt.World(rank, len(outputs)), hooks=hooks)
 
-    return together(
-        [
-            lambda r=r: predictions.from_all_ranks(run(r), outputs[r], loader)
-            for r in range(len(outputs))
-        ]
-    ), sent
+    functions = [
+        lambda r=r: predictions.from_all_ranks(run(r), outputs[r], loader)
+        for r in range(len(outputs))
+    ]
+    return together(functions), sent
 
 
 def dealt(n):
@@ -48,7 +47,7 @@ def test_batches_in_turn_are_put_back_in_the_loaders_order():
     assert found == [[0, 1, None, 3, 4, 5, 6]] * 3
 
 
-def test_outputs_of_loaders_that_ranks_do_not_share_come_rank_by_rank():
+def test_outputs_of_a_loader_that_is_not_sharded_are_returned_rank_by_rank():
     found, _ = ranks([[0, 1], [2], []], DataLoader(range(2)))
     assert found == [[0, 1, 2]] * 3
 
@@ -70,6 +69,7 @@ def test_output_that_cannot_be_sent_is_named():
     run = SimpleNamespace(world=gt.World(1, 2))
     with pytest.raises(
         TrainingError,
-        match=r"rank 1 cannot send.*output 1, of type dict, cannot be pickled \(TypeError: .*lock.*Fix: let predict_step return tensors",
+        match=r"rank 1 cannot send.*output 1, of type dict, cannot be pickled \(TypeError: .*lock.*"
+        "Fix: return only tensors",
     ):
         next(predictions._pickled(run, [1, {"x": 1, "lock": threading.Lock()}]))

@@ -1,4 +1,4 @@
-"""Which programs can be run again as another rank, and that it is the same one, from the directory where it started."""
+"""The command of other ranks: the same program from its start directory, or an error."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 from geartrain import UsageError
 from geartrain_parallel import rerun_command as relaunch
 
-#: Prints the command; as another rank, says so.
+#: Runs its command again, or prints "again" if it is run again.
 ASK = """
 import os, subprocess, sys
 from geartrain_parallel import rerun_command as relaunch
@@ -18,11 +18,18 @@ if "AGAIN" in os.environ:
 else:
     os.chdir(os.sep)
     try:
-        sys.exit(subprocess.run(relaunch.command(), cwd=relaunch.START_DIRECTORY, env={**os.environ, "AGAIN": "1"}).returncode)
+        command, environ = relaunch.command(), {**os.environ, "AGAIN": "1"}
+        done = subprocess.run(command, cwd=relaunch.START_DIRECTORY, env=environ)
+        sys.exit(done.returncode)
     except relaunch.UsageError as error:
         print("refused:", error, flush=True)
 """
-THREAD = f"import threading\nthread = threading.Thread(target=exec, args=({ASK!r}, {{}}))\nthread.start()\nthread.join()\n"
+THREAD = f"""
+import threading
+thread = threading.Thread(target=exec, args=({ASK!r}, {{}}))
+thread.start()
+thread.join()
+"""
 SESSION = """\
 from geartrain_parallel import rerun_command as relaunch
 try: relaunch.command()
@@ -74,7 +81,7 @@ def folder(tmp_path):
     ],
     ids=["script", "its own -c", "-c", "-Bc", "-m", "folder", "wrapper"],
 )
-def test_runs_the_same_command_again_where_the_program_started(folder, arguments):
+def test_runs_the_same_command_again_in_the_start_directory(folder, arguments):
     expected = list(arguments[{"-W": 4, "-c": 2, "-Bc": 2}.get(arguments[0], 1) :])
     assert f"again {expected}" in python(*arguments, folder=folder)
 
@@ -92,7 +99,7 @@ def test_runs_the_same_command_again_where_the_program_started(folder, arguments
     ],
     ids=["-", "nothing", "- -c", "a device", "-i program", "-i", "thread"],
 )
-def test_refuses_what_cannot_be_run_again(folder, arguments, stdin, reason):
+def test_refuses_a_program_that_cannot_be_run_again(folder, arguments, stdin, reason):
     said = python(*arguments, folder=folder, stdin=stdin)
     assert "refused: " in said
     assert reason in said
@@ -106,7 +113,7 @@ def test_refuses_under_pytest():
         relaunch.command()
 
 
-def test_a_program_that_a_test_started_is_not_under_pytest(folder, monkeypatch):
+def test_a_program_that_a_test_starts_is_not_refused(folder, monkeypatch):
     monkeypatch.setenv("PYTEST_CURRENT_TEST", "x")
     done = subprocess.run(
         [sys.executable, "program.py"], cwd=folder, capture_output=True, text=True, timeout=60
@@ -121,7 +128,7 @@ def test_a_program_that_a_test_started_is_not_under_pytest(folder, monkeypatch):
         ("os.chdir(os.sep)", "import geartrain", "import geartrain before os.chdir()"),
     ],
 )
-def test_a_program_that_changes_its_directory(folder, first, then, says):
+def test_a_program_may_change_its_directory_after_importing_geartrain(folder, first, then, says):
     (folder / "moves.py").write_text(
         f"import os\nif 'AGAIN' not in os.environ:\n    {first}\n    {then}\n{ASK}"
     )

@@ -1,4 +1,4 @@
-"""Ranks meet in a store of their own for each run."""
+"""Ranks meet in a new store for each run."""
 
 from datetime import timedelta
 
@@ -11,7 +11,7 @@ from geartrain_parallel import rendezvous, sockets
 
 @pytest.fixture
 def agent(monkeypatch):
-    """The store of torchrun's agent, which outlives the attempts to run a program."""
+    """The store of torchrun's agent, which outlives restarts of a program."""
     store = rendezvous.serve(sockets.bind("127.0.0.1", None), timedelta(seconds=30))
     for name, value in {
         "MASTER_ADDR": store.host,
@@ -22,7 +22,7 @@ def agent(monkeypatch):
     return store
 
 
-def test_a_restart_by_torchrun_does_not_find_the_store_of_the_attempt_before(agent, monkeypatch):
+def test_after_a_restart_by_torchrun_ranks_do_not_find_the_old_store(agent, monkeypatch):
     def begin(attempt, rank, seconds):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
         monkeypatch.setattr(rendezvous, "_program", {})  # as in another process

@@ -1,4 +1,4 @@
-"""What a rank tells of its failure, in one run after another, and what errors say."""
+"""Reports of a rank's failure, in several runs, and messages of timeouts."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def error_file(tmp_path, monkeypatch):
     begin()
 
 
-def told(path):
+def reported(path):
     return json.loads(path.read_text())["message"]["message"].partition("\n")[0]
 
 
@@ -29,17 +29,17 @@ def test_the_first_error_of_a_run_stays(error_file):
     report(KeyError("first"))
     at = failed_at()
     report(KeyError("second"))
-    assert told(error_file) == "KeyError: 'first'"
+    assert reported(error_file) == "KeyError: 'first'"
     assert began <= at == failed_at()
 
 
-def test_one_that_was_survived_is_replaced_by_that_of_a_later_run(error_file):
+def test_the_error_of_a_later_run_replaces_an_earlier_one(error_file):
     report(KeyError("survived"))
     before = failed_at()
     begin()
     assert failed_at() is None
     report(KeyError("of the second run"))
-    assert told(error_file) == "KeyError: 'of the second run'"
+    assert reported(error_file) == "KeyError: 'of the second run'"
     assert failed_at() > before
 
 
@@ -50,10 +50,10 @@ def test_the_first_error_of_a_rank_that_geartrain_started_stays_for_its_starter(
     report(KeyError("survived"))
     begin()
     report(ConnectionError("the other ranks have gone"))
-    assert told(error_file) == "KeyError: 'survived'"
+    assert reported(error_file) == "KeyError: 'survived'"
 
 
-def test_where_nobody_looks_for_it_it_is_noted_all_the_same(monkeypatch):
+def test_without_an_error_file_the_time_of_the_failure_is_recorded(monkeypatch):
     monkeypatch.delenv(ERROR_FILE)
     begin()
     report(KeyError("mine"))
@@ -75,7 +75,7 @@ def test_teardown_ends_when_a_rank_leaves_its_group():
     ("message", "waited"),
     [
         (
-            "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 12000ms for recv operation to complete",
+            "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 12000ms for recv",
             True,
         ),
         (
@@ -87,5 +87,5 @@ def test_teardown_ends_when_a_rank_leaves_its_group():
         ("KeyError: 'x'\nTimed out waiting 12000ms for recv operation to complete", False),
     ],
 )
-def test_who_has_waited_for_others(message, waited):
+def test_a_message_of_a_rank_that_waited_is_recognised(message, waited):
     assert is_timeout(message) is waited

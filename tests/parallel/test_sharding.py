@@ -1,4 +1,4 @@
-"""Each rank's part of a loader."""
+"""The function ``shard``: each rank's part of a loader."""
 
 import itertools
 import warnings
@@ -29,7 +29,7 @@ def run_of(rank, size=4, seed=7, **options):
 
 
 def shards(loader, stage, size=4, epoch=None, **options):
-    """Each rank's batches, as lists of numbers."""
+    """Return each rank's batches, as lists of numbers."""
     made = [shard(run_of(rank, size, **options), loader, stage) for rank in range(size)]
     for one in made:
         if epoch is not None:
@@ -44,7 +44,7 @@ def numbers(batches):
     return [n for batch in batches for n in (batch if isinstance(batch, list) else [batch])]
 
 
-# --- how much each gets ---------------------------------------------------------------------------
+# --- sizes of the parts ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -68,7 +68,7 @@ def test_training_pads_to_equal_length_and_keeps_the_shuffling(shuffle):
     assert (order == [*range(103), 0]) is not shuffle
 
 
-def test_rank_without_a_sample_of_its_own_is_spare():
+def test_a_rank_without_samples_repeats_another_ranks():
     loader = DataLoader(range(3))
     made = [shard(run_of(rank), loader, "test") for rank in range(4)]
     assert [has_no_own_samples(one) for one in made] == [False, False, False, True]
@@ -76,8 +76,8 @@ def test_rank_without_a_sample_of_its_own_is_spare():
     assert [numbers(b) for b in shards(loader, "train")] == [[0], [1], [2], [0]]
 
 
-def test_no_rank_is_spare_if_the_loader_is_empty():
-    """Then the loader is refused, as in one process."""
+def test_ranks_of_an_empty_loader_do_not_repeat_samples():
+    """Such a loader is refused, as in one process."""
     assert not any(
         has_no_own_samples(shard(run_of(rank), DataLoader([]), "test")) for rank in range(4)
     )
@@ -94,11 +94,11 @@ def test_ranks_predict_whole_batches_in_turn():
     assert sorted(numbers(shuffled[0]) + numbers(shuffled[1])) == list(range(11))
 
 
-# --- its order ------------------------------------------------------------------------------------
+# --- order ----------------------------------------------------------------------------------------
 
 
 class AnyOrder(Sampler):
-    """Draws from torch's global generator, as many do."""
+    """A sampler that draws from torch's global generator, as many do."""
 
     def __iter__(self):
         return iter(torch.randperm(24).tolist())
@@ -121,9 +121,7 @@ LOADERS = {
     "a batch sampler of a random one": lambda: DataLoader(
         range(24), batch_sampler=BatchSampler(RandomSampler(range(24)), 3, False)
     ),
-    "a batch sampler of the user's own": lambda: DataLoader(
-        range(24), batch_sampler=Pairs(AnyOrder())
-    ),
+    "a custom batch sampler": lambda: DataLoader(range(24), batch_sampler=Pairs(AnyOrder())),
 }
 
 
@@ -137,15 +135,14 @@ def test_set_epoch_gives_another_order_the_same_on_every_rank(name):
     orders = []
     for epoch in range(3):
         found = shards(LOADERS[name](), "train", size=2, epoch=epoch)
-        assert sorted(numbers(found[0]) + numbers(found[1])) == list(
-            range(24)
-        )  # ranks with different orders would overlap
+        # Ranks with different orders would overlap.
+        assert sorted(numbers(found[0]) + numbers(found[1])) == list(range(24))
         orders.append(numbers(found[0]))
         assert shards(LOADERS[name](), "train", size=2, epoch=epoch) == found
     assert len({tuple(order) for order in orders}) == 3
 
 
-def test_sampler_that_draws_leaves_the_global_generator_as_it_was():
+def test_a_sampler_that_draws_does_not_change_the_global_generator():
     made = shard(run_of(0, 2), DataLoader(range(24), sampler=AnyOrder()), "train")
     before = torch.random.get_rng_state()
     assert len(list(made.sampler)) == 12
@@ -163,7 +160,7 @@ def test_without_a_seed_rank_0_draws_one_for_all():
     assert len(drawn) == 1
 
 
-# --- samplers of the user's own -------------------------------------------------------------------
+# --- custom samplers ------------------------------------------------------------------------------
 
 
 def test_custom_sampler_is_wrapped():
@@ -179,7 +176,7 @@ def test_batch_sampler_keeps_its_batch_size():
     assert [len(b) for b in shards(loader, "train", size=4)[0]] == [2]
 
 
-def test_custom_batch_sampler_is_dealt_out_batch_by_batch():
+def test_ranks_get_batches_of_a_custom_batch_sampler_in_turn():
     batches = [[0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10]]
     loader = DataLoader(range(11), batch_sampler=batches)
     assert shards(loader, "test", size=2) == [[[0, 1, 2], [4, 5], [10]], [[3], [6, 7, 8, 9]]]
@@ -199,7 +196,7 @@ class FiveWithoutLength(Sampler):
         return iter([[n] for n in range(5)])
 
 
-def test_sampler_without_length_is_dealt_out_as_it_comes():
+def test_ranks_get_items_of_a_sampler_without_length_in_turn():
     ones = [
         shard(run_of(rank, 2), DataLoader(range(5), sampler=Endless(), batch_size=2), "train")
         for rank in range(2)
@@ -216,13 +213,11 @@ def test_sampler_without_length_is_dealt_out_as_it_comes():
 
 
 @pytest.mark.parametrize("batched", [False, True])
-def test_distributed_sampler_of_the_user_is_kept_and_told_the_epoch(batched):
+def test_a_users_distributed_sampler_is_kept_and_gets_the_epoch(batched):
     own = DistributedSampler(range(24), num_replicas=4, rank=1)
-    loader = (
-        DataLoader(range(24), batch_sampler=BatchSampler(own, 3, False))
-        if batched
-        else DataLoader(range(24), sampler=own)
-    )
+    loader = DataLoader(range(24), sampler=own)
+    if batched:
+        loader = DataLoader(range(24), batch_sampler=BatchSampler(own, 3, False))
     assert shard(run_of(1), loader, "train") is loader
     set_epoch(loader, 3)
     assert own.epoch == 3
@@ -233,14 +228,14 @@ class Numbers(IterableDataset):
         return iter(range(8))
 
 
-def test_iterable_dataset_is_left_alone_with_one_warning():
+def test_an_iterable_dataset_is_not_sharded_with_one_warning():
     loader = DataLoader(Numbers(), batch_size=2)
     with pytest.warns(UserWarning, match=r"Numbers cannot be sharded.*global_rank") as said:
         assert shard(run_of(1), loader, "train") is loader
     assert len(said) == 1
 
 
-def test_nothing_is_sharded_where_it_is_turned_off_or_for_one_process():
+def test_nothing_is_sharded_in_one_process_or_if_it_is_turned_off():
     loader = DataLoader(range(8))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -249,11 +244,11 @@ def test_nothing_is_sharded_where_it_is_turned_off_or_for_one_process():
         assert shard(run_of(0, 1), alone, "train") is alone
 
 
-# --- what a loader keeps --------------------------------------------------------------------------
+# --- options of a loader --------------------------------------------------------------------------
 
 
 class Tagged(DataLoader):
-    """A subclass that could not be made again from DataLoader's arguments."""
+    """A subclass with other arguments than DataLoader's."""
 
     def __init__(self, tag, n):
         super().__init__(

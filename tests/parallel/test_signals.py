@@ -1,4 +1,4 @@
-"""Signals that end a rank: not heard while it is ending already."""
+"""Signals that end a rank are ignored while it already ends."""
 
 import os
 import signal
@@ -22,9 +22,7 @@ def ended_by(number):
 LOST = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
 
 
-def test_a_rank_that_has_just_lost_its_peers_is_not_interrupted_on_its_way_out(
-    tmp_path, monkeypatch
-):
+def test_a_rank_that_has_just_lost_its_peers_is_not_interrupted(tmp_path, monkeypatch):
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
     lost = RuntimeError(LOST)
     with raise_on_signals():
@@ -37,10 +35,8 @@ def test_a_rank_that_has_just_lost_its_peers_is_not_interrupted_on_its_way_out(
             ended_by(signal.SIGTERM)
 
 
-def test_a_rank_that_is_interrupted_already_is_not_interrupted_again_by_its_starter(
-    tmp_path, monkeypatch
-):
-    """As after Ctrl-C, which ranks and starter hear at once."""
+def test_an_interrupted_rank_is_not_interrupted_again_by_its_starter(tmp_path, monkeypatch):
+    """As after Ctrl-C, which ranks and starter get at the same time."""
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
     with raise_on_signals():
         try:
@@ -51,7 +47,7 @@ def test_a_rank_that_is_interrupted_already_is_not_interrupted_again_by_its_star
             ended_by(signal.SIGTERM)
 
 
-def test_the_starter_loses_its_peers_because_it_is_asked_to_end_and_says_so(monkeypatch):
+def test_the_starter_is_interrupted_after_it_has_lost_its_peers(monkeypatch):
     monkeypatch.delenv(ERROR_FILE, raising=False)
     with raise_on_signals():
         try:
@@ -61,19 +57,17 @@ def test_the_starter_loses_its_peers_because_it_is_asked_to_end_and_says_so(monk
                 ended_by(signal.SIGTERM)
 
 
-def test_another_error_that_is_being_handled_is_no_reason_to_stay(tmp_path, monkeypatch):
+def test_a_rank_that_handles_another_error_is_interrupted(tmp_path, monkeypatch):
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
     with raise_on_signals():
         try:
-            raise KeyError("a file that is not there")
+            raise KeyError("a missing file")
         except KeyError:
             with pytest.raises(Interrupted, match="SIGTERM"):
                 ended_by(signal.SIGTERM)
 
 
-def test_a_rank_that_has_told_its_error_is_not_interrupted_while_it_tears_down(
-    tmp_path, monkeypatch
-):
+def test_a_rank_that_has_reported_its_error_is_not_interrupted_in_teardown(tmp_path, monkeypatch):
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
     begin()
     report(KeyError("mine"))
@@ -84,7 +78,7 @@ def test_a_rank_that_has_told_its_error_is_not_interrupted_while_it_tears_down(
     begin()
 
 
-def test_a_rank_whose_earlier_run_has_failed_is_interrupted_in_the_next(tmp_path, monkeypatch):
+def test_a_rank_whose_earlier_run_has_failed_can_be_interrupted_in_the_next(tmp_path, monkeypatch):
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
     report(KeyError("survived"))
     begin()

@@ -1,4 +1,4 @@
-"""Children that somebody stops: seen only after long enough, and only while they are."""
+"""Stopped ranks (SIGSTOP) fail after some time, if they do not continue."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def clock():
-    """The seconds that this process has lived, as the test says."""
+    """The fake clock, in seconds."""
     return [1000.0]
 
 
@@ -31,7 +31,7 @@ def watch(clock, child):
     return Supervisor([rank], Path(), Patience(stopped=PATIENCE), lambda: clock[0])
 
 
-def test_looks_are_often_enough():
+def test_checks_are_frequent_enough():
     assert [
         Supervisor([], Path(), Patience(stopped=seconds)).period for seconds in (PATIENCE, 1.0)
     ] == [PERIOD, 0.25]
@@ -47,11 +47,11 @@ def child():
 
 def send(child, number, state):
     child.send_signal(number)
-    until(lambda: is_stopped(child.pid) is state, 20, f"{number.name} is heard")
+    until(lambda: is_stopped(child.pid) is state, 20, f"{number.name} has arrived")
 
 
 def looks(watch, clock, seconds):
-    """What is seen by looks every ``PERIOD``, for so long."""
+    """Check every ``PERIOD`` for some seconds; return for each check if it has found a failure."""
     found = []
     for _ in range(int(seconds / PERIOD)):
         clock[0] += PERIOD
@@ -60,18 +60,18 @@ def looks(watch, clock, seconds):
     return found
 
 
-def test_one_that_is_stopped_for_long(watch, clock, child):
+def test_a_rank_that_is_stopped_for_long_fails(watch, clock, child):
     assert not any(looks(watch, clock, 100))
     send(child, signal.SIGSTOP, True)
     assert looks(watch, clock, PATIENCE + 3 * PERIOD)[-2:] == [True, True]
 
 
-def test_it_is_given_time(watch, clock, child):
+def test_a_rank_that_is_stopped_briefly_does_not_fail(watch, clock, child):
     send(child, signal.SIGSTOP, True)
     assert not any(looks(watch, clock, PATIENCE - PERIOD))
 
 
-def test_one_that_goes_on_begins_anew(watch, clock, child):
+def test_the_time_starts_again_after_a_rank_continues(watch, clock, child):
     for _ in range(3):
         send(child, signal.SIGSTOP, True)
         assert not any(looks(watch, clock, PATIENCE - PERIOD))
@@ -79,7 +79,7 @@ def test_one_that_goes_on_begins_anew(watch, clock, child):
         assert not any(looks(watch, clock, PERIOD))
 
 
-def test_time_in_which_this_process_was_suspended_too_does_not_count(watch, clock, child):
+def test_time_in_which_the_supervisor_is_suspended_does_not_count(watch, clock, child):
     send(child, signal.SIGSTOP, True)
     looks(watch, clock, PERIOD)
     clock[0] += 3600
@@ -87,6 +87,6 @@ def test_time_in_which_this_process_was_suspended_too_does_not_count(watch, cloc
     assert watch.failures == []
 
 
-def test_one_that_has_ended_is_not_stopped(watch, clock, child):
+def test_a_rank_that_has_ended_is_not_stopped(watch, clock, child):
     child.communicate(b"\n")
     assert not any(looks(watch, clock, 2 * PATIENCE))

@@ -1,4 +1,7 @@
-"""The supervisor of ranks with real processes that need no torch: each ends in its own way, and this process is rank 0."""
+"""The supervisor with real processes without torch, which end in different ways.
+
+The test's process is rank 0.
+"""
 
 import ctypes
 import os
@@ -20,12 +23,12 @@ from geartrain_testing.launching import HAS_PROC, until
 
 pytestmark = pytest.mark.skipif(not HAS_PROC, reason="a process's state is read from /proc")
 
-#: What a rank runs: the code in its variable DO.
+#: The program of a rank, which runs the code in its variable DO.
 RANK = """
 import os, signal, sys, time
 from geartrain_parallel.reports import report
 
-def tell(error):
+def fail(error):
     try:
         raise error
     except type(error):
@@ -43,12 +46,15 @@ exec(os.environ["DO"])
 """
 SLEEP = "mark('ready'); time.sleep(600)"
 LOST = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
-WAITED = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete"
+WAITED = (
+    "[gloo/transport/tcp/unbound_buffer.cc:78] "
+    "Timed out waiting 4000ms for recv operation to complete"
+)
 LATE = "did not come to a collective within the strategy's timeout"
 
 
 class Node:
-    """Starts the ranks 1, 2, ... with the code that each of them runs."""
+    """Starts the ranks 1, 2, ..., each with its own code."""
 
     def __init__(self, folder):
         self.folder, self.started = folder, None
@@ -106,7 +112,7 @@ def node(tmp_path, monkeypatch):
 
 @pytest.fixture
 def forced(monkeypatch):
-    """Exit codes with which this process would have ended."""
+    """The exit codes of this process's calls of ``_exit``, which do not end it."""
     codes = []
     monkeypatch.setattr(workers, "_exit", codes.append)
     monkeypatch.setattr(workers, "remove_temporary_folder", lambda: None)
@@ -114,7 +120,7 @@ def forced(monkeypatch):
 
 
 def wait():
-    """Work in Python, longer than any test."""
+    """Run Python code for longer than any test."""
     until(lambda: False, 20, "the end of this wait")
 
 
@@ -124,7 +130,7 @@ def wait():
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("tell(KeyError('mine'))", "rank 1 failed: KeyError: 'mine'\nTraceback"),
+        ("fail(KeyError('mine'))", "rank 1 failed: KeyError: 'mine'\nTraceback"),
         ("sys.exit(7)", "rank 1 failed: exit code 7"),
         ("kill(signal.SIGKILL)", "rank 1 was ended by SIGKILL"),
         ("kill(signal.SIGSEGV)", "rank 1 was ended by SIGSEGV"),
@@ -132,7 +138,7 @@ def wait():
         ("kill(signal.SIGSTOP)", "rank 1 failed: it has been stopped (SIGSTOP) for 0.5 s"),
     ],
 )
-def test_it_is_named(node, capfd, code, said):
+def test_a_rank_that_fails_first_is_named(node, capfd, code, said):
     node.start(f"print('its output', flush=True); {code}", SLEEP)
     with pytest.raises(gt.TrainingError) as raised:
         node.work(wait)
@@ -145,11 +151,11 @@ def test_it_is_named(node, capfd, code, said):
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("tell(KeyError('mine'))", "failed: KeyError: 'mine'"),
+        ("fail(KeyError('mine'))", "failed: KeyError: 'mine'"),
         ("kill(signal.SIGKILL)", "was ended by SIGKILL"),
     ],
 )
-def test_it_is_named_if_rank_0_fails_because_of_it(node, code, said):
+def test_a_rank_that_fails_first_is_named_if_rank_0_then_fails(node, code, said):
     node.start(code)
     with pytest.raises(gt.TrainingError, match=f"rank 1 {said}"):
         node.fail(RuntimeError(LOST), node.have_ended)
@@ -169,7 +175,7 @@ def test_the_late_rank_is_named_by_ranks_that_waited(node):
 
 
 def test_rank_0_is_late_if_all_others_waited(node):
-    node.start(f"tell(RuntimeError({WAITED!r}))")
+    node.start(f"fail(RuntimeError({WAITED!r}))")
     with pytest.raises(gt.TrainingError) as raised:
         node.work(wait)
     assert str(raised.value).startswith(
@@ -177,8 +183,8 @@ def test_rank_0_is_late_if_all_others_waited(node):
     )
 
 
-def test_rank_0_is_not_late_if_that_may_be_a_rank_of_another_node(node):
-    node.start(f"tell(RuntimeError({WAITED!r}))", nodes=2)
+def test_rank_0_is_not_late_if_a_rank_of_another_node_may_be(node):
+    node.start(f"fail(RuntimeError({WAITED!r}))", nodes=2)
     with pytest.raises(gt.TrainingError, match=r"^rank 1 failed: RuntimeError: .*Timed out"):
         node.work(wait)
 
@@ -191,13 +197,13 @@ def test_a_rank_that_left_is_named(node):
         node.fail(RuntimeError(LOST), node.have_ended)
 
 
-def test_the_next_run_of_the_program_is_refused_and_says_why(node):
+def test_the_next_run_of_the_program_is_refused_with_the_reason(node):
     node.start("kill(signal.SIGKILL)")
     with pytest.raises(gt.TrainingError):
         node.work(wait)
     with pytest.raises(
         gt.TrainingError,
-        match=r"were ended after a run that failed; rank 1 was ended by SIGKILL\. Fix: start the program",
+        match=r"ended after a run that failed; rank 1 was ended by SIGKILL\. Fix: start the",
     ):
         node.work(wait)
 
@@ -221,7 +227,7 @@ def test_rank_0s_own_error_is_raised_and_the_others_end(node, code):
     assert node.have_ended()
 
 
-def test_a_rank_that_crashes_because_of_it_is_not_blamed(node):
+def test_a_rank_that_crashes_because_rank_0_failed_is_not_blamed(node):
     node.start("mark('ready'); time.sleep(0.3); kill(signal.SIGABRT)")
     with pytest.raises(KeyError, match="mine"):
         node.fail(KeyError("mine"))
@@ -240,16 +246,15 @@ def test_a_signal_to_rank_0_ends_all(node, number):
     assert node.have_ended()
 
 
-def test_a_signal_is_heard_while_rank_0_runs_no_python_code(node):
-    """As in a collective, which ends because the others are ended."""
+def test_a_signal_works_while_rank_0_runs_no_python_code(node):
+    """As in a collective, which returns when the others end."""
     node.start(SLEEP)
     libc, mutex, ended = ctypes.CDLL(None), ctypes.create_string_buffer(64), []
 
     def signal_and_look():
         try:
-            until(
-                lambda: mutex.raw[0] == 2, 20, "this process waits for the mutex"
-            )  # glibc's mark of one that is waited for
+            # glibc sets this byte to 2 if a thread waits for the mutex.
+            until(lambda: mutex.raw[0] == 2, 20, "this process waits for the mutex")
             os.kill(os.getpid(), signal.SIGTERM)
             ended.append(until(node.have_ended, 20, "rank 1 has ended"))
         finally:
@@ -257,7 +262,7 @@ def test_a_signal_is_heard_while_rank_0_runs_no_python_code(node):
 
     def work():
         thread.start()
-        libc.pthread_mutex_lock(mutex)  # unlike a sleep it does not end at a signal
+        libc.pthread_mutex_lock(mutex)  # unlike a sleep, a signal does not end it
         wait()
 
     thread = threading.Thread(target=signal_and_look)
@@ -279,11 +284,11 @@ def test_a_failure_between_two_runs_ends_the_second(node):
     assert node.have_ended()
 
 
-def test_a_rank_that_missed_the_signal_is_asked_to_end_again(node, monkeypatch):
+def test_a_rank_that_missed_sigterm_gets_it_again(node, monkeypatch):
     monkeypatch.setenv("GEARTRAIN_PATIENCE", "unwind=0.1,grace=20")
     node.start(
-        "signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, lambda *_: (mark('again'), sys.exit()))); "
-        + SLEEP
+        "end = lambda *_: (mark('again'), sys.exit()); "
+        "signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, end)); " + SLEEP
     )
     with pytest.raises(KeyError, match="mine"):
         node.fail(KeyError("mine"))
@@ -291,18 +296,18 @@ def test_a_rank_that_missed_the_signal_is_asked_to_end_again(node, monkeypatch):
     assert node.have_ended()
 
 
-def test_what_a_rank_has_started_ends_with_it(node):
+def test_a_ranks_child_processes_end_with_the_rank(node):
     node.start(
-        "import subprocess; child = subprocess.Popen(['sleep', '600']); open('child', 'w').write(str(child.pid)); "
-        + SLEEP
+        "import subprocess; child = subprocess.Popen(['sleep', '600']); "
+        "open('child', 'w').write(str(child.pid)); " + SLEEP
     )
     with pytest.raises(KeyError, match="mine"):
         node.fail(KeyError("mine"))
     child = int((node.folder / "child").read_text())
-    until(lambda: not is_running(child), 5, "what rank 1 has started has ended")
+    until(lambda: not is_running(child), 5, "the child of rank 1 has ended")
 
 
-# --- rank 0 does not come to an end ---------------------------------------------------------------
+# --- rank 0 does not end --------------------------------------------------------------------------
 
 
 def until_interrupted(teardown):
@@ -320,7 +325,7 @@ def test_rank_0_is_given_time_to_tear_down(node, forced, monkeypatch):
 
     def teardown(error):
         report(error)
-        time.sleep(2)  # it began after one grace, and takes longer than another
+        time.sleep(2)  # longer than the grace
         leave()
 
     with pytest.raises(gt.TrainingError, match="rank 1 was ended by SIGKILL"):
@@ -343,12 +348,12 @@ def test_rank_0_is_ended_if_it_hangs(node, forced, capfd, part):
         node.work(until_interrupted, teardown)
     assert forced == [1]
     assert (
-        "geartrain: rank 1 was ended by SIGKILL. This rank did not come to an end within "
+        "geartrain: rank 1 was ended by SIGKILL. This rank did not end within "
         in capfd.readouterr().err
     )
 
 
-def test_to_leave_the_program_in_the_middle_of_a_run_is_a_failure(node, forced, capfd):
+def test_leaving_the_program_during_a_run_is_a_failure(node, forced, capfd):
     node.start(SLEEP)
     node.work(lambda: os._exit(0))
     assert forced == [1]
@@ -362,7 +367,7 @@ def test_to_leave_the_program_in_the_middle_of_a_run_is_a_failure(node, forced, 
 # --- after the run --------------------------------------------------------------------------------
 
 
-def test_at_the_end_of_the_program_the_others_are_waited_for(node):
+def test_rank_0_waits_for_the_others_at_the_end_of_the_program(node):
     supervisor = node.start("time.sleep(1.5); mark('done')")
     node.work(begin)
     supervisor.finish(failed=False)
@@ -371,7 +376,7 @@ def test_at_the_end_of_the_program_the_others_are_waited_for(node):
 
 @pytest.mark.parametrize(
     ("code", "said"),
-    [("tell(KeyError('mine'))", "KeyError: 'mine'"), ("kill(signal.SIGKILL)", "SIGKILL")],
+    [("fail(KeyError('mine'))", "KeyError: 'mine'"), ("kill(signal.SIGKILL)", "SIGKILL")],
 )
 def test_a_rank_that_fails_after_the_run_fails_the_program(node, code, said):
     supervisor = node.start(f"time.sleep(0.3); {code}", SLEEP)
@@ -381,7 +386,7 @@ def test_a_rank_that_fails_after_the_run_fails_the_program(node, code, said):
     assert node.have_ended()
 
 
-def test_the_last_lines_of_a_program_are_written_before_such_a_rank_fails_it(
+def test_the_last_lines_of_a_program_are_written_before_a_failed_rank_ends_it(
     tmp_path, monkeypatch, forced
 ):
     class Failed:
@@ -405,10 +410,10 @@ def test_a_program_that_failed_after_the_run_does_not_wait_for_the_others(node):
     assert node.have_ended()
 
 
-# --- how ranks are started ------------------------------------------------------------------------
+# --- start of ranks -------------------------------------------------------------------------------
 
 
-def test_under_nohup_the_others_ignore_a_hangup_too(node):
+def test_under_nohup_the_others_ignore_sighup(node):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         supervisor = node.start("os.kill(os.getpid(), signal.SIGHUP); mark('ready')")
@@ -419,14 +424,14 @@ def test_under_nohup_the_others_ignore_a_hangup_too(node):
     assert (node.folder / "ready").exists()
 
 
-def test_a_patience_that_cannot_be_read_starts_nothing(node, monkeypatch):
+def test_an_invalid_patience_starts_no_rank(node, monkeypatch):
     monkeypatch.setenv("GEARTRAIN_PATIENCE", "grace")
     with pytest.raises(gt.UsageError, match="GEARTRAIN_PATIENCE"):
         node.start(SLEEP)
     assert not (node.folder / "logs").exists()
 
 
-def test_a_rank_that_cannot_be_started_leaves_no_other(node, monkeypatch):
+def test_if_a_rank_cannot_be_started_the_others_end(node, monkeypatch):
     started, start = [], workers._Worker.start
 
     def start_one(*arguments):

@@ -16,7 +16,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 def command(log: object, program: list[str]) -> list[str]:
-    """Return the command that runs a program as a child of this process, with output to a log.
+    """Return the command that runs a program as a child of this process and logs its output.
 
     The child ignores the signals that this process ignores, as SIGHUP under nohup.
     """

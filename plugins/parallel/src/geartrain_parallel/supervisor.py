@@ -158,7 +158,7 @@ class Supervisor:
     # --- ending -----------------------------------------------------------------------------------
 
     def unwind(self) -> None:
-        """Wait until ranks end after a failure, which closes their connections; then end the rest."""
+        """Wait for ranks to end after a failure, which closes connections; then end the rest."""
         # A rank that has failed and still runs is stopped: others wait for it.
         self._signal(signal.SIGKILL, [rank for rank in self._running() if self._has_failed(rank)])
         self._wait_until_ended(self._patience.unwind)
