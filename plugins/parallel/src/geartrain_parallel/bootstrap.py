@@ -33,7 +33,7 @@ def die_with_parent() -> None:
 
 
 def write_output_to(log: str | os.PathLike[str]) -> None:
-    """Append the output of this process and its libraries to a file; a restarted rank adds to it."""
+    """Append the output of this process and its libraries to a file; a restarted rank, too."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)

@@ -1,4 +1,4 @@
-"""A module trains on the accelerator; if it cannot be used, it gives the reason."""
+"""Train a module on the accelerator; without a device it gives the reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from geartrain_mine.accelerator import COUNT
 
 
 class Line(gt.Module):
-    """Fits y = 3x, and notes how many threads each step has."""
+    """Fits y = 3x, and records the number of threads of each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def trainer(threads: int = 1) -> gt.Trainer:
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("threads", [1, 2])
-def test_trains_with_its_threads_and_gives_them_back(threads: int) -> None:
+def test_trains_with_its_threads_and_restores_the_number(threads: int) -> None:
     before = torch.get_num_threads()
     x = torch.linspace(-1, 1, 32).unsqueeze(1)
     module = Line()
@@ -63,7 +63,8 @@ def test_plan() -> None:
 
 @pytest.mark.usefixtures("device")
 def test_auto_does_not_take_it() -> None:
-    assert gt.Trainer(accelerator="auto", devices=1).plan.accelerator.name != "mine"
+    accelerator = gt.Trainer(accelerator="auto", devices=1).plan.accelerator
+    assert accelerator.name != "mine"
 
 
 @pytest.mark.parametrize("count", ["", "0", "many"])

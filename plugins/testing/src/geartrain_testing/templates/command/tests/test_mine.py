@@ -15,6 +15,6 @@ def test_prints_the_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == "loss 0.5\nacc 0.75\n"
 
 
-def test_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["mine", str(tmp_path)]) == 2
-    assert f"{tmp_path} holds no run" in capsys.readouterr().err
+    assert f"{tmp_path} holds no finished run" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A module trains with the plugin, on two ranks in this process."""
+"""Train a module with the plugin, on two ranks in this process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from geartrain.testing import RankResult, run_plugin
 
 
 class Slope(gt.Module):
-    """Its one weight falls by its gradient: 2 on rank 0, 4 on rank 1, so 3 on both after the strategy's mean."""
+    """A weight whose gradient is 2 on rank 0 and 4 on rank 1; the strategy's mean is 3."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Slope(gt.Module):
 
 
 def fit(**options: object) -> list[RankResult]:
-    """Train four steps with the plugin, chosen by its name; what each rank has then."""
+    """Train four steps with the plugin, chosen by its name, and return each rank's result."""
     return run_plugin(
         "mine",
         module=Slope(),
@@ -34,7 +34,8 @@ def fit(**options: object) -> list[RankResult]:
 
 def test_logs_the_norm() -> None:
     first, _ = fit()
-    assert {step: found["grad_norm"] for step, found in first.logged.items()} == {1: 3.0, 2: 3.0, 3: 3.0, 4: 3.0}
+    norms = {step: found["grad_norm"] for step, found in first.logged.items()}
+    assert norms == {1: 3.0, 2: 3.0, 3: 3.0, 4: 3.0}
 
 
 def test_every() -> None:

@@ -1,4 +1,4 @@
-"""Print the metrics that a run ended with."""
+"""Print the final metrics of a run."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ def command(name: str, argv: list[str]) -> None:
         argv: the arguments after it.
 
     Raises:
-        UsageError: the folder holds no run that has ended. The command line then exits with 2.
+        UsageError: the folder holds no finished run. The command line then exits with 2.
     """
     parser = argparse.ArgumentParser(prog=f"geartrain {name}", description=__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="the folder that a run got as --output")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the --output folder of a run")
     folder: Path = parser.parse_args(argv).run
     try:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise UsageError(f"{folder} holds no run that has ended. Fix: the folder that a run got as --output") from error
+        fix = "Fix: pass the --output folder of a run"
+        raise UsageError(f"{folder} holds no finished run. {fix}") from error
     for metric, value in summary["metrics"].items():
         print(f"{metric} {value}")

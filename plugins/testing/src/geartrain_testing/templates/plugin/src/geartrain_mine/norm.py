@@ -1,4 +1,4 @@
-"""Logs the norm of the gradients."""
+"""Log the norm of the gradients."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class MinePlugin:
     """Logs the norm of the gradients as ``grad_norm``.
 
     Args:
-        every: optimizer steps from one value to the next.
+        every: number of optimizer steps between two values.
 
     Raises:
-        UsageError: fewer than one step.
+        UsageError: ``every`` is below 1.
     """
 
     def __init__(self, every: int = 1) -> None:
@@ -23,13 +23,13 @@ class MinePlugin:
             raise UsageError(f"every={every!r} must be 1 or more.")
         self.every = every
 
-    # A wrapper: the strategy owns this hook and still works inside it. A plain @hookimpl would switch that off, and is
-    # refused.
+    # A wrapper runs around the strategy's implementation. A plain @hookimpl would replace it, and
+    # is refused.
     @hookimpl(wrapper=True)
     def reduce_gradients(self, run: Run) -> Iterator[None]:
         yield  # the strategy makes the gradients the mean over ranks here
         if run.step % self.every:
             return
-        gradients = [parameter.grad for parameter in run.module.parameters() if parameter.grad is not None]
-        # A tensor is logged as it is: the GPU is not waited for until metrics are flushed.
+        gradients = [p.grad for p in run.module.parameters() if p.grad is not None]
+        # Log a tensor, not a number, so that the CPU does not wait for the GPU in each step.
         run.log("grad_norm", torch.nn.utils.get_total_norm(gradients))
