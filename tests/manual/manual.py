@@ -1,4 +1,4 @@
-"""A module in manual optimisation, and the same training written with torch alone, that the tests of core share."""
+"""A module in manual optimisation and the same training in plain torch, shared by the tests."""
 
 import copy
 
@@ -9,7 +9,7 @@ import geartrain as gt
 
 
 class Two(gt.Module):
-    """Two linear layers, each with an optimizer of its own; ``train`` is a function of ``(module, batch, batch_idx)``."""
+    """Two linear layers, each with an optimizer; ``train(module, batch, batch_idx)`` is a step."""
 
     automatic_optimization = False
 
@@ -42,7 +42,7 @@ def each_in_turn(module, batch, batch_idx):
 
 
 def once(module, batch, batch_idx):
-    """One optimizer's whole step."""
+    """Run a whole step of the first optimizer."""
     optimizer = module.optimizers()[0]
     optimizer.zero_grad()
     module.manual_backward(module.loss(batch))
@@ -50,7 +50,7 @@ def once(module, batch, batch_idx):
 
 
 def by_hand(module, batches, train, epochs=1):
-    """``train`` written with torch alone: ``(module, optimizers, batch, batch_idx)``, on a copy."""
+    """Train a copy in plain torch by ``train(module, optimizers, batch, batch_idx)``; return it."""
     module = copy.deepcopy(module)
     optimizers, _ = module.configure_optimizers()
     for _ in range(epochs):

@@ -1,5 +1,7 @@
-"""Manual optimisation in one process: it trains as the loop that one writes by hand, fires what automatic optimisation fires, and refuses
-what would be wrong. On several ranks: tests/ddp/test_manual.py."""
+"""Manual optimisation in one process: training equals a plain loop; hooks; refusals.
+
+On several ranks: tests/ddp/test_manual.py.
+"""
 
 import copy
 import warnings
@@ -33,18 +35,18 @@ class Own(Two):
         self.automatic_optimization = False
 
 
-Own.automatic_optimization = True  # it is set in __init__ alone
+Own.automatic_optimization = True  # only __init__ sets it to False
 
 
-def test_the_mode_of_a_run_says_what_steps():
+def test_the_mode_of_a_run_is_manual_or_automatic():
     assert [fit(module).run.mode for module in (Own(), Net())] == ["manual", "automatic"]
 
 
-# --- what it computes ----------------------------------------------------------------------------------------------------
+# --- results --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [Two, Own], ids=["on the class", "in __init__"])
-def test_it_trains_as_the_loop_written_by_hand(kind):
+def test_manual_optimisation_trains_like_a_plain_loop(kind):
     module = kind()
     expected = by_hand(module, loader(), in_turn_by_hand, epochs=2)
     one = fit(module, max_epochs=2)
@@ -97,7 +99,7 @@ def test_accumulation_over_two_backwards_and_over_batches():
         ("value", lambda parameters: nn.utils.clip_grad_value_(parameters, 1e-3)),
     ],
 )
-def test_clip_gradients_clips_this_optimizers_alone(algorithm, clip):
+def test_clip_gradients_clips_only_this_optimizers_gradients(algorithm, clip):
     norms = []
 
     def train(module, batch, batch_idx):
@@ -201,10 +203,10 @@ def test_a_closure_keeps_autocast_and_a_step_does_not():
     assert seen == {"step": False, "closure": (True, torch.bfloat16)}
 
 
-# --- the optimizers ------------------------------------------------------------------------------------------------------
+# --- the optimizers -------------------------------------------------------------------------------
 
 
-def test_optimizers_are_torchs_own_and_as_before_afterwards():
+def test_optimizers_are_torchs_and_are_restored_after_the_run():
     def train(module, batch, batch_idx):
         a, b = module.optimizers()
         assert isinstance(a, torch.optim.SGD)
@@ -224,7 +226,7 @@ def test_optimizers_are_torchs_own_and_as_before_afterwards():
     assert not {"step", "zero_grad"} & set(vars(module.kept))
 
 
-def test_optimizers_are_as_before_after_an_error_and_parameters_too():
+def test_optimizers_and_parameters_are_restored_after_an_error():
     def train(module, batch, batch_idx):
         module.kept = module.optimizers()[0]
         module.toggle_optimizer(module.kept)
@@ -237,7 +239,7 @@ def test_optimizers_are_as_before_after_an_error_and_parameters_too():
     assert all(p.requires_grad for p in module.parameters())
 
 
-def test_an_optimizer_that_the_module_keeps_goes_through_the_hooks_too():
+def test_an_optimizer_that_the_module_keeps_runs_the_hooks():
     recorder = Recorder()
 
     class Keeps(Two):
@@ -254,7 +256,7 @@ def test_an_optimizer_that_the_module_keeps_goes_through_the_hooks_too():
     assert "optimizer_step 0" in recorder.calls
 
 
-def test_schedulers_are_stepped_by_the_module_alone():
+def test_only_the_module_steps_schedulers():
     notes = []
 
     class Scheduled(Two):
@@ -276,12 +278,12 @@ def test_schedulers_are_stepped_by_the_module_alone():
             first.step()
 
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # the scheduler knows that the optimizer was stepped before
+        warnings.simplefilter("error")  # the scheduler must see that the optimizer stepped first
         fit(Scheduled(train), max_epochs=2)
     assert notes == ["scheduler", "scheduler"]
 
 
-def test_no_step_in_the_first_epoch_is_warned_of_once():
+def test_an_epoch_without_a_step_causes_one_warning():
     with pytest.warns(UserWarning, match="no optimizer was stepped in the first epoch") as caught:
         fit(Two(lambda module, batch, batch_idx: None), max_epochs=3)
     assert sum("no optimizer was stepped" in str(one.message) for one in caught) == 1
@@ -290,7 +292,7 @@ def test_no_step_in_the_first_epoch_is_warned_of_once():
         fit(Two(), max_epochs=2)
 
 
-def test_what_training_step_returns_is_nobodys_loss():
+def test_the_output_of_training_step_is_not_used_as_a_loss():
     outputs = []
 
     class Returns(Two):
@@ -310,7 +312,7 @@ def test_what_training_step_returns_is_nobodys_loss():
     assert seen == list(zip(outputs, range(6), strict=True))
 
 
-# --- hooks ---------------------------------------------------------------------------------------------------------------
+# --- hooks ----------------------------------------------------------------------------------------
 
 
 def test_the_order_of_hooks():
@@ -348,7 +350,7 @@ def test_the_order_of_hooks():
     ]
 
 
-def test_hooks_before_a_step_see_this_optimizer_alone_and_once():
+def test_hooks_before_a_step_see_only_this_optimizer_and_once():
     seen = []
 
     class Looks:
@@ -400,7 +402,7 @@ def test_norms_are_of_the_stepped_optimizers_gradients_unscaled_and_before_clipp
             torch.stack([p.grad.norm() / scale for p in module.a.parameters()]).norm().item()
         )
         module.clip_gradients(a, 1e-6)
-        a.step()  # b's gradients are scaled still
+        a.step()  # b's gradients are still scaled
 
     fit(
         Two(train),
@@ -415,7 +417,7 @@ def test_norms_are_of_the_stepped_optimizers_gradients_unscaled_and_before_clipp
 
 
 @pytest.mark.parametrize("check", ["loss", "gradients"])
-def test_nan_guard_leaves_a_bad_step_out(check):
+def test_nan_guard_skips_a_bad_step(check):
     def train(module, batch, batch_idx):
         module.optimizers()[0].zero_grad()
         module.manual_backward(module.loss(batch) * (float("nan") if batch_idx == 2 else 1.0))
@@ -434,7 +436,7 @@ def test_nan_guard_leaves_a_bad_step_out(check):
     assert one.callback_metrics["skipped_nan_steps"] == 1
 
 
-def test_a_callback_hears_of_every_step():
+def test_a_callback_gets_every_step():
     seen = []
 
     class Hears(Callback):
@@ -457,10 +459,10 @@ def test_steps_are_batches_for_max_steps_and_flushes():
     assert [step for step, metrics in logged.lines if "batch" in metrics] == [2, 4]
 
 
-# --- toggling ------------------------------------------------------------------------------------------------------------
+# --- toggling -------------------------------------------------------------------------------------
 
 
-def test_toggling_keeps_what_was_frozen_and_what_is_shared():
+def test_toggling_does_not_change_frozen_and_shared_parameters():
     seen = []
 
     class Shares(Two):
@@ -487,7 +489,7 @@ def test_toggling_keeps_what_was_frozen_and_what_is_shared():
         seen.append(needs(module))
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it steps nothing
+        warnings.simplefilter("ignore")  # no optimizer steps
         fit(Shares(train), limit_train_batches=1)
     assert seen == [
         {"a.weight", "shared", "alone"},
@@ -496,7 +498,7 @@ def test_toggling_keeps_what_was_frozen_and_what_is_shared():
     ]
 
 
-def test_toggling_that_does_not_balance():
+def test_unbalanced_toggles_are_errors():
     def twice(module, batch, batch_idx):
         a, b = module.optimizers()
         module.toggle_optimizer(a)
@@ -514,7 +516,7 @@ def test_toggling_that_does_not_balance():
         module.toggle_optimizer(torch.optim.SGD(module.parameters(), lr=0.1))
 
     for train, words in (
-        (twice, "toggled already"),
+        (twice, "already toggled"),
         (another, "another optimizer is toggled"),
         (never, "no optimizer is toggled"),
     ):
@@ -524,7 +526,7 @@ def test_toggling_that_does_not_balance():
         fit(Two(strange))
 
 
-def test_the_context_manager_puts_back_after_an_error():
+def test_the_context_manager_untoggles_after_an_error():
     def train(module, batch, batch_idx):
         def raising():
             with module.toggled_optimizer(module.optimizers()[0]):
@@ -539,7 +541,7 @@ def test_the_context_manager_puts_back_after_an_error():
     fit(Two(train))
 
 
-# --- refused -------------------------------------------------------------------------------------------------------------
+# --- refused --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -547,7 +549,8 @@ def test_the_context_manager_puts_back_after_an_error():
     [
         (
             {"accumulate_grad_batches": 4},
-            r"Two\.automatic_optimization is False, so accumulate_grad_batches=4.*Fix: zero_grad\(\) and step\(\) once in 4",
+            r"Two\.automatic_optimization is False, so accumulate_grad_batches=4.*"
+            r"Fix: call zero_grad\(\) and step\(\) once in 4",
         ),
         (
             {"gradient_clip_val": 0.5},
@@ -555,12 +558,12 @@ def test_the_context_manager_puts_back_after_an_error():
         ),
     ],
 )
-def test_options_that_the_loop_would_not_follow(options, words):
+def test_options_that_the_loop_would_ignore_are_errors(options, words):
     with pytest.raises(UsageError, match=words):
         trainer(**options).fit(Two(), loader())
 
 
-def test_it_is_not_selected_by_name():
+def test_manual_optimisation_cannot_be_selected_by_name():
     with pytest.raises(
         UsageError,
         match=r"manual_optimisation\] is added to a run for a module with .* Fix: leave it out",
@@ -569,7 +572,7 @@ def test_it_is_not_selected_by_name():
 
 
 @pytest.mark.parametrize("hook", ["step", "forward", "clip_gradients"])
-def test_plugins_that_replace_what_manual_optimisation_owns(hook):
+def test_plugins_that_replace_a_hook_of_manual_optimisation_are_refused(hook):
     replaces = {"replaces": {hook}, hook: hookimpl(lambda self, run: None)}
     with pytest.raises(UsageError, match=rf"manual_optimisation\] must own the hook '{hook}'"):
         trainer(plugins=[type("Replaces", (), replaces)()]).fit(Two(), loader())
@@ -584,7 +587,7 @@ def test_plugins_that_replace_what_manual_optimisation_owns(hook):
         lambda module, optimizer: module.untoggle_optimizer(optimizer),
     ],
 )
-def test_automatic_optimisation_has_none_of_it(call):
+def test_automatic_optimisation_refuses_the_methods_of_manual_optimisation(call):
     class Automatic(Net):
         def training_step(self, batch, batch_idx):
             call(self, self.optimizers())
@@ -601,7 +604,7 @@ def test_automatic_optimisation_has_none_of_it(call):
 
 
 @pytest.mark.parametrize("value", [True, False])
-def test_it_cannot_change_once_fit_has_begun(value):
+def test_automatic_optimization_cannot_change_during_fit(value):
     class Changes(Two):
         automatic_optimization = value
 
@@ -619,7 +622,7 @@ def test_it_cannot_change_once_fit_has_begun(value):
     [
         (lambda module, batch: module.loss(batch).detach(), "needs no grad"),
         (lambda module, batch: torch.stack([module.loss(batch)] * 2), "must be one number"),
-        (lambda module, batch: 3.0, "a tensor, and got float"),
+        (lambda module, batch: 3.0, "a tensor, but got float"),
     ],
 )
 def test_a_loss_without_backward(loss, words):
@@ -627,7 +630,7 @@ def test_a_loss_without_backward(loss, words):
         fit(Two(lambda module, batch, batch_idx: module.manual_backward(loss(module, batch))))
 
 
-def test_options_of_backward_that_a_plugins_backward_would_lose():
+def test_options_that_a_plugins_backward_does_not_take_are_an_error():
     class Replaces:
         replaces = frozenset({"backward"})
 
@@ -663,12 +666,12 @@ def test_wrong_clipping(limit, algorithm):
         )
 
 
-def test_a_step_takes_a_closure_alone():
-    with pytest.raises(TypeError, match="takes a closure alone, not scaler"):
+def test_a_step_takes_only_a_closure():
+    with pytest.raises(TypeError, match="takes only a closure, not scaler"):
         fit(Two(lambda module, batch, _: module.optimizers()[0].step(scaler=3)))
 
 
-# --- one trainer, several modules ----------------------------------------------------------------------------------------
+# --- one trainer, several modules -----------------------------------------------------------------
 
 
 def test_one_trainer_trains_manual_and_automatic_modules_and_evaluates_them():

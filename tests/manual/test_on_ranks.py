@@ -1,4 +1,4 @@
-"""Manual optimisation on two ranks without a process group: as one process on the whole batch."""
+"""Manual optimisation on two ranks without a process group: equals one process."""
 
 import pytest
 import torch

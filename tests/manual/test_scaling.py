@@ -1,5 +1,7 @@
-"""Mixed precision in manual optimisation: 16-mixed as torch's own scaler in a loop written by hand, and right where that one would be
-wrong."""
+"""Mixed precision in manual optimisation.
+
+16-mixed equals torch's scaler in a plain loop, and is also correct where torch's scaler is not.
+"""
 
 import copy
 
@@ -14,7 +16,7 @@ from .manual import Two
 
 
 def by_hand_16(module, batches, epochs=1, overflow=None):
-    """Two optimizers in turn with torch's own scaler, which is updated after both."""
+    """Train with two optimizers in turn and torch's scaler, which is updated after both."""
     module = copy.deepcopy(module)
     optimizers, _ = module.configure_optimizers()
     scaler, skipped, scaled = torch.amp.GradScaler("cpu"), 0, []
@@ -39,7 +41,7 @@ def by_hand_16(module, batches, epochs=1, overflow=None):
     return module, skipped, scaled
 
 
-def test_a_forward_after_a_step_uses_the_new_weights_and_not_autocasts_copies_of_the_old_ones():
+def test_a_forward_after_a_step_uses_the_new_weights_not_autocasts_copies():
     def train(module, batch, batch_idx):
         a, _ = module.optimizers()
         module.manual_backward(module.loss(batch))
@@ -51,9 +53,7 @@ def test_a_forward_after_a_step_uses_the_new_weights_and_not_autocasts_copies_of
 
 
 @pytest.mark.parametrize("overflow", [None, 1])
-def test_scaled_gradients_are_scaled_down_before_clipping_and_steps_that_overflow_are_skipped(
-    overflow,
-):
+def test_gradients_are_unscaled_before_clipping_and_steps_that_overflow_are_skipped(overflow):
     def train(module, batch, batch_idx):
         for optimizer in module.optimizers():
             module.zero_grad()
@@ -69,14 +69,13 @@ def test_scaled_gradients_are_scaled_down_before_clipping_and_steps_that_overflo
     one = fit(module, precision="16-mixed")
     assert_equal(module, expected)
     assert one.callback_metrics["skipped_steps"] == skipped == (0 if overflow is None else 2)
-    for found, same in zip(
-        seen, scaled, strict=True
-    ):  # once halved, whatever overflowed in that batch
+    # The scale is halved once, even if both steps of the batch overflowed.
+    for found, same in zip(seen, scaled, strict=True):
         torch.testing.assert_close(found, same, rtol=0, atol=0, equal_nan=True)
 
 
-def test_one_optimizer_may_step_several_times_a_batch_and_others_wait_for_a_later_one():
-    """The scale is halved in between, and the gradients that wait are right all the same."""
+def test_one_optimizer_may_step_several_times_per_batch_and_others_in_a_later_batch():
+    """The scale is halved in between, and the gradients that wait are still correct."""
     seen = []
 
     class Looks(Two):
@@ -105,16 +104,16 @@ def test_one_optimizer_may_step_several_times_a_batch_and_others_wait_for_a_late
     assert len(seen) == 5
     expected = copy.deepcopy(before)
     with torch.autocast("cpu", torch.float16):
-        loss = expected.loss(
-            data[0]
-        )  # a was not stepped in the first batch, and twice in the second after b's backward
+        # Both losses use a's initial weights: its steps in the first batch overflow, and in the
+        # second batch it steps after b's backward.
+        loss = expected.loss(data[0])
         loss = loss + expected.loss(data[1])
     loss.backward()
     for found, p in zip(seen[-1], expected.b.parameters(), strict=True):
         torch.testing.assert_close(found, p.grad, rtol=1e-2, atol=1e-5)
 
 
-def test_scaled_gradients_on_top_of_unscaled_ones_are_an_error_only_where_they_are_stepped_on():
+def test_scaled_gradients_on_top_of_unscaled_ones_are_an_error_only_at_a_step():
     def forgets(module, batch, batch_idx):
         module.manual_backward(module.loss(batch))
         module.optimizers()[0].step()
@@ -124,7 +123,7 @@ def test_scaled_gradients_on_top_of_unscaled_ones_are_an_error_only_where_they_a
 
     def leaves_a_trace(module, batch, batch_idx):
         a, b = module.optimizers()
-        for optimizer in (a, b):  # b's loss adds to a's gradients, which were stepped on
+        for optimizer in (a, b):  # b's loss adds to a's gradients, after a's step
             optimizer.zero_grad()
             module.manual_backward(module.loss(batch))
             optimizer.step()
@@ -147,7 +146,7 @@ def test_cleared_gradients_are_forgotten(clear):
     assert one.callback_metrics["skipped_steps"] == 0
 
 
-def test_a_closure_cannot_be_skipped():
+def test_a_step_with_a_closure_is_an_error():
     def train(module, batch, batch_idx):
         module.optimizers()[0].step(lambda: module.loss(batch))
 

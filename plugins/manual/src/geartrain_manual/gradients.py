@@ -1,4 +1,4 @@
-"""Which gradients a backward has changed."""
+"""Find the gradients that a backward has changed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ import torch
 def gradients_now(
     parameters: Sequence[torch.nn.Parameter],
 ) -> list[tuple[torch.Tensor | None, int]]:
-    """Each gradient, itself and not its address, which another could have later, and torch's count of its in-place changes."""
+    """Return each gradient and torch's count of its in-place changes.
+
+    The gradient, not its id: another tensor may get the same id later.
+    """
     return [(p.grad, -1 if p.grad is None else p.grad._version) for p in parameters]
 
 
 def changed_since(
     parameters: Sequence[torch.nn.Parameter], before: Sequence[tuple[torch.Tensor | None, int]]
 ) -> list[bool]:
-    """Which gradients a backward has made or added to since :func:`gradients_now`."""
+    """Return for each gradient if it was created or changed since :func:`gradients_now`."""
     now = gradients_now(parameters)
     return [
         grad is not was or version != old

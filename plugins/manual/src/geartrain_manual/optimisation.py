@@ -1,7 +1,9 @@
-"""Manual optimisation: ``automatic_optimization = False``, and the module's ``training_step`` does backward and steps itself.
+"""Manual optimisation: ``training_step`` calls backward and the optimizers itself.
 
-Anything but one loss, one backward and a step of every optimizer is manual. ``training_step`` is then called without the strategy's
-wrapper, whose backward would wait for parameters that a loss does not use; ``self.manual_backward`` averages gradients over ranks instead.
+The module sets ``automatic_optimization = False``. A training needs this unless each step has one
+loss, one backward and one step of every optimizer. ``training_step`` is called without the
+strategy's wrapper, because the wrapper's backward would wait for parameters that a loss does not
+use. ``self.manual_backward`` averages gradients over ranks instead.
 """
 
 from __future__ import annotations
@@ -31,69 +33,72 @@ from geartrain.plugin_api import (
 from geartrain_manual.gradients import changed_since, gradients_now
 from geartrain_manual.scaling import ManuallyScaledPrecision
 
-#: The distributions whose ``backward`` passes on the options of ``manual_backward``.
+#: The distributions whose ``backward`` hook uses the options of ``manual_backward``.
 _TAKE_OPTIONS = ("geartrain", "geartrain-manual")
 
 
 class ManualOptimisation:
-    """The part of a run that owns the hooks that differ from automatic optimisation, and the target of ``manual_backward`` and the like.
+    """The plugin of manual optimisation: the hooks that differ, and ``manual_backward`` and others.
 
     geartrain adds it to each ``fit`` of a module with ``automatic_optimization = False``.
 
-    The optimizers stay torch's own. During the run their ``step`` and ``zero_grad`` are replaced, so that an optimizer that the module
-    keeps under another name goes through the hooks too.
+    The optimizers are torch's. During the run the plugin replaces their ``step`` and ``zero_grad``,
+    so that an optimizer which the module keeps under another name runs the hooks as well.
     """
 
-    #: A forward of the strategy's would go through its wrapper, and a step of another's would do backward itself.
+    #: The strategy's forward would call its wrapper; another step would call backward itself.
     must_own = frozenset({"step", "forward", "clip_gradients"})
-    #: Nobody selects it by name: in a run of another module nothing would do backward.
+    #: Users cannot select it by name: with another module, nothing would call backward.
     added_for = "a module with automatic_optimization = False"
 
     def __init__(self) -> None:
-        #: What ``manual_backward`` was given for ``loss.backward``.
+        #: The options of ``manual_backward`` for ``loss.backward``.
         self.options: dict[str, Any] = {}
-        #: Called with an optimizer whose gradients were cleared.
+        #: Called with an optimizer after its gradients were cleared.
         self.on_cleared: Callable[[Optimizer], Any] | None = None
-        #: The limit and the algorithm of the ``clip_gradients`` that is running.
+        #: The limit and the algorithm while ``clip_gradients`` runs.
         self._limit: tuple[float, str] | None = None
-        #: How often an optimizer was stepped.
+        #: Number of optimizer steps.
         self._steps = 0
-        #: Parameters whose gradients were averaged at some time, and optimizers that were looked at for it.
+        #: Parameters whose gradients were averaged at any time.
         self._averaged: set[torch.nn.Parameter] = set()
+        #: Optimizers that were checked for gradients which were not averaged.
         self._looked_at: set[Optimizer] = set()
         #: Optimizers whose gradients the hooks have seen since the last backward.
         self._seen: set[Optimizer] = set()
-        #: The optimizer whose own ``step`` is to be called now.
+        #: While it steps: the optimizer whose original ``step`` must be called.
         self._stepping: Optimizer | None = None
         self._toggled: tuple[Optimizer, dict[torch.nn.Parameter, bool]] | None = None
         self._taken: list[Callable[[], None]] = []
 
     def replace_parts(self, parts: Sequence[LoadedPlugin]) -> list[LoadedPlugin]:
-        """Return a trainer's parts as a run in manual optimisation has them: this part comes behind them."""
+        """Return a trainer's parts, changed for manual optimisation; this part follows them."""
+        # Without core's clipping: two parts cannot own clip_gradients. check_plan has the fix.
         return [
             replace(part, plugin=ManuallyScaledPrecision())
             if type(part.plugin) is ScaledPrecision
             else part
             for part in parts
-            if not (
-                part.info.is_core and part.info.name == "clipping"
-            )  # two would own clip_gradients; check_plan has the fix
+            if not (part.info.is_core and part.info.name == "clipping")
         ]
 
-    # --- hooks -----------------------------------------------------------------------------------------------------------
+    # --- hooks ------------------------------------------------------------------------------------
 
     @hookimpl
     def check_plan(self, plan: Plan, module: Module | type[Module]) -> None:
-        """Refuse options of the trainer that only automatic optimisation follows."""
-        false = f"{(module if isinstance(module, type) else type(module)).__name__}.automatic_optimization is False"
+        """Raise for options of the trainer that only automatic optimisation uses."""
+        cls = module if isinstance(module, type) else type(module)
+        false = f"{cls.__name__}.automatic_optimization is False"
         if (every := plan.options.accumulate_grad_batches) != 1:
             raise UsageError(
-                f"{false}, so accumulate_grad_batches={every} would do nothing. Fix: zero_grad() and step() once in {every} batches"
+                f"{false}, so accumulate_grad_batches={every} would do nothing. "
+                f"Fix: call zero_grad() and step() once in {every} batches"
             )
         if (limit := plan.options.gradient_clip_val) is not None:
             raise UsageError(
                 f"{false}, so gradient_clip_val={limit} would do nothing. "
-                f"Fix: self.clip_gradients(optimizer, {limit}) in training_step, before optimizer.step()"
+                f"Fix: self.clip_gradients(optimizer, {limit}) in training_step, before "
+                "optimizer.step()"
             )
 
     @hookimpl
@@ -130,7 +135,8 @@ class ManualOptimisation:
     def on_epoch_end(self, run: Run) -> None:
         if not self._steps and run.world.rank == 0:
             warnings.warn(
-                f"{type(run.module).__name__}.automatic_optimization is False, and no optimizer was stepped in the first epoch. "
+                f"{type(run.module).__name__}.automatic_optimization is False, but no optimizer "
+                "was stepped in the first epoch. "
                 "Fix: self.optimizers().step() in training_step, or automatic_optimization = True",
                 stacklevel=2,
             )
@@ -144,18 +150,19 @@ class ManualOptimisation:
     def on_exception(self) -> None:
         self._release()
 
-    # --- backward --------------------------------------------------------------------------------------------------------
+    # --- backward ---------------------------------------------------------------------------------
 
     def manual_backward(self, loss: torch.Tensor, options: dict[str, Any]) -> None:
         run, on = self._run, self._run.module_hooks
         if not isinstance(loss, torch.Tensor):
             raise TrainingError(
-                f"self.manual_backward takes the loss, a tensor, and got {type(loss).__name__}"
+                f"self.manual_backward needs the loss, a tensor, but got {type(loss).__name__}"
             )
         owner = run.hooks.owner("backward")
         if options and owner is not None and owner.distribution not in _TAKE_OPTIONS:
             raise TrainingError(
-                f"{owner.label} owns the hook 'backward', which takes no {', '.join(options)}. Fix: leave them out"
+                f"{owner.label} owns the hook 'backward', which takes no {', '.join(options)}. "
+                "Fix: remove these options"
             )
         on.on_before_backward(loss)
         parameters = (
@@ -170,17 +177,17 @@ class ManualOptimisation:
                 backward(run, loss)
         finally:
             self.options = {}
-            torch.clear_autocast_cache()  # of weights in 16 bits, which belong to the graph that was freed
+            torch.clear_autocast_cache()  # its 16-bit weights belong to the freed graph
         if self._average_gradients:
-            # Gradients that this backward added to are averaged whole: the sum of earlier backwards is the same on all
-            # ranks, so its mean is itself, and the sum of means is the mean of sums.
+            # A gradient that this backward added to is averaged as a whole. This is correct: the
+            # part of earlier backwards is the same on all ranks, so the average does not change it.
             self._averaged.update(
                 self._average_gradients(run, parameters, changed_since(parameters, before))
             )
         self._seen.clear()
         on.on_after_backward()
 
-    # --- clipping and stepping -------------------------------------------------------------------------------------------
+    # --- clipping and steps -----------------------------------------------------------------------
 
     def clip(self, optimizer: Optimizer, limit: float, algorithm: str) -> torch.Tensor | None:
         if (
@@ -190,7 +197,8 @@ class ManualOptimisation:
             or limit <= 0
         ):
             raise TrainingError(
-                f"self.clip_gradients: {limit!r}, {algorithm!r}. Fix: a number above 0, and 'norm' or 'value'"
+                f"self.clip_gradients: {limit!r}, {algorithm!r}. "
+                "Fix: give a number above 0, and 'norm' or 'value'"
             )
         self._limit = (float(limit), algorithm)
         try:
@@ -199,7 +207,7 @@ class ManualOptimisation:
             self._limit = None
 
     def _show(self, optimizer: Optimizer) -> torch.Tensor | None:
-        """Fire the hooks that see gradients before a step, with this optimizer as the run's only one; the norm, if one was clipped."""
+        """Fire the hooks before a step, for this optimizer only; return the norm if clipped."""
         run = self._run
         every, run.optimizers = run.optimizers, [optimizer]
         try:
@@ -238,7 +246,8 @@ class ManualOptimisation:
                 )
             finally:
                 self._stepping = before
-                torch.clear_autocast_cache()  # or the next forward in this training_step would use the weights as they were
+                # Otherwise the next forward in this training_step would use the old weights.
+                torch.clear_autocast_cache()
         self._seen.discard(optimizer)
         self._steps += 1
         return losses[0] if losses else None
@@ -251,8 +260,9 @@ class ManualOptimisation:
         ]
         if with_gradient and self._averaged.isdisjoint(with_gradient):
             warnings.warn(
-                f"{type(optimizer).__name__} is stepped with gradients that self.manual_backward did not average: unless you do "
-                "so yourself, the ranks' weights drift apart. Fix: self.manual_backward(loss) in place of loss.backward()",
+                f"{type(optimizer).__name__} steps with gradients that self.manual_backward did "
+                "not average: unless you average them, the ranks' weights drift apart. "
+                "Fix: self.manual_backward(loss) instead of loss.backward()",
                 stacklevel=2,
             )
         self._looked_at.add(optimizer)
@@ -260,22 +270,24 @@ class ManualOptimisation:
     def _known(self, optimizer: Optimizer) -> Optimizer:
         if not any(optimizer is one for one in self._run.optimizers):
             raise TrainingError(
-                f"{type(optimizer).__name__} is none of this module's optimizers. Fix: one of self.optimizers()"
+                f"{type(optimizer).__name__} is none of this module's optimizers. "
+                "Fix: use one of self.optimizers()"
             )
         return optimizer
 
-    # --- toggling --------------------------------------------------------------------------------------------------------
+    # --- toggles ----------------------------------------------------------------------------------
 
     def toggle(self, optimizer: Optimizer) -> None:
         self._known(optimizer)
         if self._toggled is not None:
             raise TrainingError(
-                "an optimizer is toggled already. Fix: self.untoggle_optimizer(...) of that one first"
+                "an optimizer is already toggled. "
+                "Fix: first call self.untoggle_optimizer(...) with that optimizer"
             )
         before = {
             parameter: parameter.requires_grad for parameter in parameters_of(self._run.optimizers)
         }
-        own = set(parameters_of([optimizer]))  # those that it shares with another stay as they are
+        own = set(parameters_of([optimizer]))  # parameters that optimizers share do not change
         for parameter in before:
             if parameter not in own:
                 parameter.requires_grad_(False)
@@ -285,27 +297,29 @@ class ManualOptimisation:
         if self._toggled is None or self._toggled[0] is not optimizer:
             what = "no optimizer is" if self._toggled is None else "another optimizer is"
             raise TrainingError(
-                f"self.untoggle_optimizer: {what} toggled. Fix: self.toggle_optimizer(...) of the same one before"
+                f"self.untoggle_optimizer: {what} toggled. "
+                "Fix: first call self.toggle_optimizer(...) with the same optimizer"
             )
         _, before = self._toggled
         self._toggled = None
         for parameter, needs in before.items():
             parameter.requires_grad_(needs)
 
-    # --- the optimizers' own methods -------------------------------------------------------------------------------------
+    # --- the optimizers' methods ------------------------------------------------------------------
 
     def _take_over(self, optimizer: Optimizer) -> Callable[[], None]:
-        """Put our ``step`` and ``zero_grad`` in the place of the optimizer's own; returns what puts those back."""
+        """Replace the optimizer's ``step`` and ``zero_grad``; return a function to restore them."""
         own_step, own_zero_grad = optimizer.step, optimizer.zero_grad
         before = {name: vars(optimizer).get(name) for name in ("step", "zero_grad")}
 
-        @wraps(own_step)  # a scheduler looks for the mark that it has put on step
+        @wraps(own_step)  # a scheduler marks step and later looks for its mark
         def step(self_: Optimizer, closure: Callable[[], Any] | None = None, **more: Any) -> Any:
             if self._stepping is optimizer:
                 return own_step(**more) if closure is None else own_step(closure, **more)
             if more:
                 raise TypeError(
-                    f"{type(optimizer).__name__}.step of a Trainer takes a closure alone, not {', '.join(more)}"
+                    f"{type(optimizer).__name__}.step of a Trainer takes only a closure, "
+                    f"not {', '.join(more)}"
                 )
             return self._step(optimizer, closure)
 
@@ -327,16 +341,16 @@ class ManualOptimisation:
         return put_back
 
     def _release(self) -> None:
-        """Give the optimizers their own methods back, and parameters their ``requires_grad``."""
+        """Restore the optimizers' methods and the parameters' ``requires_grad``."""
         while self._taken:
             self._taken.pop()()
         if self._toggled is not None:
             self.untoggle(self._toggled[0])
 
-    # --- autocast --------------------------------------------------------------------------------------------------------
+    # --- autocast ---------------------------------------------------------------------------------
 
     def _without_autocast(self) -> AbstractContextManager[Any]:
-        """Backward and steps are called from ``training_step``, which mixed precision runs under autocast; they are not to be."""
+        """Disable autocast for backward and steps: ``training_step`` may run under autocast."""
         kind = self._run.device.type
         return (
             torch.autocast(kind, enabled=False)
@@ -345,7 +359,7 @@ class ManualOptimisation:
         )
 
     def _same_autocast(self) -> AbstractContextManager[Any]:
-        """Autocast as it is now, for a closure, which computes a loss."""
+        """Return the current autocast, for a closure, which computes a loss."""
         kind = self._run.device.type
         return (
             torch.autocast(kind, torch.get_autocast_dtype(kind))
@@ -357,10 +371,11 @@ class ManualOptimisation:
 def _average_gradients_of(
     run: Run,
 ) -> Callable[[Run, Sequence[torch.nn.Parameter], Sequence[bool]], list[torch.nn.Parameter]] | None:
-    """Return the strategy's ``average_gradients``, which ``manual_backward`` calls; ``None`` if ``reduce_gradients`` does it.
+    """Return the strategy's ``average_gradients``, or ``None`` if ``reduce_gradients`` averages.
 
-    A strategy with a process group needs it, whichever part owns ``reduce_gradients``: if the strategy reduces in its wrapper's backward,
-    ``reduce_gradients`` does nothing; and one that really averages finds means, which averaging leaves as they are.
+    A strategy with a process group needs the method, whichever part owns ``reduce_gradients``. If
+    the strategy reduces in its wrapper's backward, its ``reduce_gradients`` does nothing. If a part
+    really averages there, it gets means, and the average does not change them.
 
     Raises:
         TrainingError: neither would average gradients.
@@ -373,7 +388,9 @@ def _average_gradients_of(
     owner = run.hooks.owner("reduce_gradients")
     if owner is None or owner.kind == "default" or (dist.is_available() and dist.is_initialized()):
         raise TrainingError(
-            f"{run.plan.strategy.label} has {run.world.size} ranks and no method average_gradients, so manual optimisation would average "
-            "no gradients. Fix: extend geartrain.parallel.ProcessGroupStrategy (pip install geartrain-parallel), or define the method"
+            f"{run.plan.strategy.label} has {run.world.size} ranks and no method "
+            "average_gradients, so manual optimisation would average no gradients. "
+            "Fix: extend geartrain.parallel.ProcessGroupStrategy (pip install geartrain-parallel), "
+            "or define the method"
         )
     return None

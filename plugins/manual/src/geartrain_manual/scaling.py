@@ -1,4 +1,4 @@
-"""16-mixed in manual optimisation, which steps each optimizer by itself, in any order and any number of times a batch."""
+"""16-mixed in manual optimisation: optimizers step in any order, any number of times per batch."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from geartrain_manual.gradients import changed_since, gradients_now
 
 
 class _Now(Enum):
-    """The state of an optimizer's gradients; without an entry they are scaled."""
+    """The state of an optimizer's gradients; gradients without a state are scaled."""
 
     UNSCALED = auto()
-    #: Scaled down, and some were not finite.
+    #: Unscaled; some were not finite.
     OVERFLOWED = auto()
-    #: A scaled part was added to unscaled ones.
+    #: A backward added scaled gradients to unscaled ones.
     MIXED = auto()
 
 
 class ManuallyScaledPrecision(ScaledPrecision):
-    """Scales each loss up in ``manual_backward``, and an optimizer's gradients down when it is clipped or stepped.
+    """Scale each loss in ``manual_backward``; unscale an optimizer's gradients at clip or step.
 
-    The scale changes between batches only, and gradients that wait for a later batch's step change with it: torch's scaler, which
-    changes it for all optimizers at once, would make the waiting ones wrong.
+    The scale changes only between batches. Gradients that wait for a step in a later batch are
+    rescaled with it. torch's scaler changes the scale for all optimizers at once, which would make
+    the waiting gradients wrong.
     """
 
     @hookimpl(wrapper=True)
@@ -47,18 +48,17 @@ class ManuallyScaledPrecision(ScaledPrecision):
         run.manual.on_cleared = self._forget
 
     @hookimpl
-    def backward(self, run: Run, loss: torch.Tensor) -> None:  # type: ignore[override]  # hooks are called by name
+    def backward(self, run: Run, loss: torch.Tensor) -> None:  # type: ignore[override]  # a hook
         if run.step != self._batch:
             self._adjust(run)
         for optimizer in [o for o in self._now if all(p.grad is None for p in parameters_of([o]))]:
-            self._forget(optimizer)  # cleared past its zero_grad
+            self._forget(optimizer)  # cleared without its zero_grad
         before = {optimizer: gradients_now(parameters_of([optimizer])) for optimizer in self._now}
         (loss * self._scale).backward(**run.manual.options)  # type: ignore[no-untyped-call]
         for optimizer, was in before.items():
             if any(changed_since(parameters_of([optimizer]), was)):
-                self._now[optimizer] = (
-                    _Now.MIXED
-                )  # an error only if they are stepped on: another loss may leave its trace here
+                # An error only if the optimizer steps: another loss may add to these gradients.
+                self._now[optimizer] = _Now.MIXED
 
     @hookimpl(wrapper=True)
     def reduce_gradients(self, run: Run) -> Generator[None, None, None]:
@@ -73,7 +73,8 @@ class ManuallyScaledPrecision(ScaledPrecision):
     ) -> bool:
         if closure is not None:
             raise TrainingError(
-                f"{self._label} cannot skip steps that have a closure. Fix: --precision bf16-mixed or 32"
+                f"{self._label} cannot skip steps that have a closure. "
+                "Fix: --precision bf16-mixed or 32"
             )
         scaler = self._scalers.pop(optimizer, None)
         if scaler is None or all(p.grad is None for p in parameters_of([optimizer])):
@@ -111,14 +112,14 @@ class ManuallyScaledPrecision(ScaledPrecision):
         now = self._now.get(optimizer)
         if now is _Now.MIXED:
             raise TrainingError(
-                f"{self._label}: {type(optimizer).__name__} has gradients that were scaled down already, with new ones on top. "
-                "Fix: its zero_grad() before manual_backward, and clip_gradients() after the last manual_backward before its step()"
+                f"{self._label}: {type(optimizer).__name__} has gradients that were already "
+                "unscaled, and a later backward added scaled ones. Fix: call its zero_grad() "
+                "before manual_backward, and clip_gradients() after the last manual_backward "
+                "before its step()"
             )
         if now is None:
             scaler = torch.amp.GradScaler(run.device.type, init_scale=self._scale)
-            scaler.scale(
-                torch.zeros((), device=run.device)
-            )  # it makes its tensors when it first scales
+            scaler.scale(torch.zeros((), device=run.device))  # the first call creates its tensors
             scaler.unscale_(optimizer)
             self._scalers[optimizer], self._now[optimizer] = scaler, _Now.UNSCALED
 
@@ -127,7 +128,7 @@ class ManuallyScaledPrecision(ScaledPrecision):
         self._scalers.pop(optimizer, None)
 
     def _adjust(self, run: Run) -> None:
-        """In a new batch: a smaller scale after an overflow, a larger one after many batches without."""
+        """In a new batch, lower the scale after an overflow; raise it after many batches without."""
         before, usual = self._scale, self._usual
         if self._overflowed:
             self._scale, self._clean = before * usual.get_backoff_factor(), 0
@@ -140,6 +141,5 @@ class ManuallyScaledPrecision(ScaledPrecision):
             for optimizer in run.optimizers:
                 for parameter in parameters_of([optimizer]):
                     if optimizer not in self._now and parameter.grad is not None:
-                        parameter.grad.mul_(
-                            self._scale / before
-                        )  # a power of two: nothing is rounded
+                        # A power of two, so there is no rounding.
+                        parameter.grad.mul_(self._scale / before)
