@@ -195,7 +195,7 @@ def test_gpu_without_an_installed_gpu_accelerator_is_a_problem(accelerators):
         ("return {'facts': {'driver': object()}}", "not JSON serializable"),
     ],
 )
-def test_a_broken_diagnose_names_its_plugin_and_stops_nothing(
+def test_a_broken_diagnose_names_its_plugin_and_the_others_are_checked(
     install, accelerators, diagnose, said
 ):
     install("geartrain-gpux", gpus(diagnose), accelerators={"gpux": "Gpu"})

@@ -66,7 +66,7 @@ def validated(given, n=5, batch_size=5, devices=2, **options):
     return trainer.run.metrics
 
 
-def test_a_given_batch_size_is_the_parts():
+def test_a_given_batch_size_is_that_of_the_part():
     # Parts of 3 and 2 samples, with batch_size=1 and batch_size=4.
     sizes = {3: 1, 2: 4}
     found = validated(lambda module, x: module.log("v", float(len(x)), batch_size=sizes[len(x)]))
@@ -163,7 +163,7 @@ class FromHooks:
         return output
 
 
-def test_hooks_log_past_the_parts():
+def test_hooks_log_outside_the_parts():
     found = validated(
         lambda module, x: module.log("v", 1.0, reduce_fx="sum"), n=10, plugins=[FromHooks()]
     )

@@ -70,7 +70,7 @@ def test_manual_optimisation_is_refused(strategy):
         dp().fit(Manual(), DataLoader(samples(), batch_size=4))
 
 
-def test_several_nodes_are_ddp2s():
+def test_several_nodes_need_ddp2():
     with pytest.raises(
         gt.UsageError,
         match=r"geartrain-dp\[dp\] uses devices of one node, not num_nodes=2. Fix: --strategy ddp2",

@@ -69,7 +69,7 @@ def test_an_object_with_hidden_tensors_is_one_part_but_an_error_beside_tensors()
     assert split(graph, 2) == ([graph], [1])
     with pytest.raises(
         TrainingError,
-        match=r"batch\[0\] is a Graph, whose tensors cannot be split.*Fix: give them as tensors",
+        match=r"batch\[0\] is a Graph, whose tensors cannot be split.*Fix: pass its tensors in",
     ):
         split((graph, torch.ones(4)), 2)
 

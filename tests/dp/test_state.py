@@ -47,7 +47,7 @@ def warned(trainer, command, *arguments):
     return [str(w.message) for w in caught if str(w.message).startswith("geartrain-dp[dp]")]
 
 
-def test_lost_state_is_warned_of_once_with_its_path():
+def test_lost_state_causes_one_warning_with_its_path():
     module = Changing()
     lost, changed = warned(dp(max_epochs=2), "fit", module, DataLoader(samples(), batch_size=8))
     assert "mean, net.counter, newest was set on a replica in training_step and is lost" in lost
@@ -63,7 +63,7 @@ def test_lost_state_is_warned_of_once_with_its_path():
 SAMPLES_OF_FIRST_PARTS = 2 * 48 // 2
 
 
-def test_a_module_that_changes_nothing_is_not_warned_of():
+def test_a_module_that_changes_nothing_causes_no_warning():
     trainer, data = dp(), DataLoader(samples(), batch_size=7)
     assert warned(trainer, "fit", Net(), data, data) == []
     assert warned(trainer, "test", Net(), data) == []

@@ -149,7 +149,7 @@ def test_an_error_in_a_part_is_the_users_and_leaves_the_module_unchanged():
     dp(2).fit(module, DataLoader(samples(), batch_size=8))
 
 
-def test_none_of_every_part_skips_the_batch_and_of_some_is_an_error():
+def test_none_from_all_parts_skips_the_batch_and_from_some_is_an_error():
     class Skipping(Net):
         least = 9
 

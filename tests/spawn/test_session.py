@@ -104,7 +104,7 @@ def test_an_argument_that_cannot_be_pickled_is_named():
         make().launch(train, module)
 
 
-def test_it_must_be_launched_with_a_function():
+def test_a_session_must_be_launched_with_a_function():
     session = make()
     with pytest.raises(
         gt.UsageError,

@@ -144,7 +144,7 @@ class PartLogs:
         )
 
     def _combined(self, calls: list[_Call]) -> Any:
-        """Combine the values in float64; tensors stay on the first device, without a wait for it."""
+        """Combine the values in float64. Tensors stay on the first device; nothing waits for it."""
         device = (
             self._run.device
             if any(isinstance(call.value, torch.Tensor) for call in calls)

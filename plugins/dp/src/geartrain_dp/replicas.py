@@ -1,7 +1,7 @@
 """One replica of the model per device. Replicas run in turn on the CPU, in parallel on CUDA.
 
-With torchmetrics objects they also run in turn on CUDA, because all replicas update the module's
-metrics.
+With torchmetrics objects they are started in turn on CUDA as well, because all replicas update the
+module's metrics.
 
 Replicas share the parameters, so gradients accumulate in the module's parameters, as in
 torch.nn.DataParallel:

@@ -128,7 +128,7 @@ class ManuallyScaledPrecision(ScaledPrecision):
         self._scalers.pop(optimizer, None)
 
     def _adjust(self, run: Run) -> None:
-        """In a new batch, lower the scale after an overflow; raise it after many batches without."""
+        """In a new batch, lower the scale after an overflow; raise it after many good batches."""
         before, usual = self._scale, self._usual
         if self._overflowed:
             self._scale, self._clean = before * usual.get_backoff_factor(), 0
