@@ -1,10 +1,13 @@
-"""What Bagua's compression costs, in ms for a bucket of 10 MiB, against the time that the bytes it saves take on the wire.
+"""Cost of Bagua's compression: ms per bucket of 10 MiB, and the transfer time that it saves.
 
-``compress`` and ``decompress`` of float32, on the CPU, with one thread and with two; the least of many rounds, because other work on the
-machine only adds. ``backward`` runs them in a thread while the main thread computes a backward, as a strategy does. ``--compile`` adds
-torch.compile of the plain lines, with the seconds that it takes to compile, nothing cached. ``--cuda`` measures on a GPU instead.
+Measures ``compress`` and ``decompress`` of float32 on the CPU, with one thread and with two. The
+minimum of many rounds counts, because other work on the machine only adds time. ``backward`` runs
+them in a thread while the main thread computes a backward, as a strategy does. ``--compile`` adds
+torch.compile of the plain lines, and its compile time without a cache. ``--cuda`` measures on a
+GPU instead.
 
-    python benchmarks/bagua_codec.py [--mib 10] [--chunks 2] [--rounds 50] [--gbit 1] [--compile] [--cuda]
+    python benchmarks/bagua_codec.py [--mib 10] [--chunks 2] [--rounds 50] [--gbit 1]
+                                     [--compile] [--cuda]
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from geartrain_bagua.minmax_uint8 import compress, decode_plain, decompress, enc
 
 
 def least(work: Callable[[], object], rounds: int) -> dict[str, float]:
-    """The least wall time and the least CPU time of a round, in ms."""
+    """Return the minimum wall time and CPU time of a round, in ms."""
     work()
     wall, cpu = [], []
     for _ in range(rounds):
@@ -73,7 +76,7 @@ def compiled(chunks: torch.Tensor, rounds: int) -> dict[str, float]:
 
 
 def beside_a_backward(chunks: torch.Tensor, rounds: int) -> dict[str, float]:
-    """The least, in ms, of both in a second thread while this one computes backwards one after the other."""
+    """Return the minimum, in ms, of both in a second thread while this one computes backwards."""
     net = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])
     loss = net(torch.randn(256, 512)).square().mean()
     measured: list[dict[str, float]] = []

@@ -1,9 +1,11 @@
-"""Bytes and time a step of Bagua's algorithms between two hosts, by the speed of the network between them.
+"""Bytes and time per step of Bagua's algorithms between two hosts, for several network speeds.
 
-The hosts are network namespaces on this machine, joined by a cable that lets so many Gbit/s pass (a token bucket of the kernel, in each
-direction). 20 MiB of gradients, one rank a host, the program of tests/bagua/wire.py. Needs root, iproute2 and nothing else on the machine.
+The hosts are network namespaces on this machine, joined by a virtual cable with a limited rate (a
+token bucket of the kernel, in each direction). 20 MiB of gradients, one rank per host, the program
+of tests/bagua/wire.py. Needs root and iproute2; nothing else may run on the machine.
 
-    python benchmarks/bagua_wire.py [--algorithms gradient_allreduce bytegrad half power_sgd] [--gbit 10 1 0.1]
+    python benchmarks/bagua_wire.py [--algorithms gradient_allreduce bytegrad half power_sgd]
+                                    [--gbit 10 1 0.1]
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ def ip(*arguments: str) -> None:
 
 @contextmanager
 def hosts(gbit: float) -> Iterator[list[str]]:
-    """Two namespaces, 10.96.0.1 and 10.96.0.2, with packets of 1500 bytes between them."""
+    """Two namespaces, 10.96.0.1 and 10.96.0.2, connected with packets of 1500 bytes."""
     unique = uuid.uuid4().hex[:6]
     names = [f"gear-{unique}-{i}" for i in range(2)]
     try:
@@ -67,7 +69,7 @@ def hosts(gbit: float) -> Iterator[list[str]]:
 
 
 def a_step(algorithm: str, gbit: float) -> dict[str, float]:
-    """Of the first host: bytes sent, and milliseconds, a step."""
+    """Return the bytes that the first host sent, and milliseconds, per step."""
     with hosts(gbit) as names:
         runs = []
         for i, name in enumerate(names):

@@ -1,10 +1,11 @@
-"""What the plugin device_stats costs: step time with it over step time without it.
+"""Cost of the plugin device_stats: step time with the plugin over step time without it.
 
-The loop of overhead.py: MLP 64-WIDTH-10, batch 32, SGD, pre-batched data, one thread, CPU, and a logger. Runs with the plugin and without
-it take turns in this process, in an order that turns around each round; a round's ratio compares neighbours, and the median round counts.
-Two ratios: of wall time, in which the loop's waiting for the interpreter lock is, and of the whole process's CPU time, with the sampling
-thread's, which other programs disturb less. A run lasts as long as asked, so that samples fall into it; the clock runs from the first
-batch to the end of the last step.
+The loop of overhead.py: MLP 64-WIDTH-10, batch 32, SGD, pre-batched data, one thread, CPU, and a
+logger. Runs with and without the plugin alternate in this process, and their order changes each
+round. Each round gives a ratio; the median counts. There are two ratios. Wall time includes the
+loop's waiting for the interpreter lock. CPU time of the whole process includes the sampling thread,
+and other programs disturb it less. A run lasts long enough for samples; the clock runs from the
+first batch to the end of the last step.
 
     python benchmarks/device_stats.py [--interval 5.0] [--seconds 5.5] [--rounds 18] [--width 64]
 """
@@ -43,7 +44,7 @@ class MLP(gt.Module):
 
 
 class Timed:
-    """Batches for so many seconds, and how long a step took."""
+    """Yield batches for some seconds, and measure the time per step."""
 
     def __init__(self, batches, seconds: float) -> None:
         self.batches, self.seconds = batches, seconds
@@ -51,7 +52,7 @@ class Timed:
 
     def __iter__(self) -> Iterator:
         start, cpu, rounds, elapsed = time.perf_counter(), time.process_time(), 0, 0.0
-        while elapsed < self.seconds:  # asked once in a hundred steps
+        while elapsed < self.seconds:  # checked once in a hundred steps
             yield from self.batches
             rounds += 1
             elapsed = time.perf_counter() - start
@@ -60,7 +61,7 @@ class Timed:
 
 
 class Logger:
-    """A logger, without which figures go nowhere, that costs next to nothing."""
+    """A logger that costs almost nothing; without a logger no values are logged."""
 
     samples = 0
 
@@ -70,7 +71,7 @@ class Logger:
 
 
 def one_run(batches, seconds: float, width: int, plugins) -> tuple[float, float, int]:
-    """µs a step by the wall clock and of CPU time, and how many samples were logged."""
+    """Return µs per step by the wall clock and of CPU time, and the number of logged samples."""
     timed, logger = Timed(batches, seconds), Logger()
     trainer = gt.Trainer(
         accelerator="cpu",
@@ -84,10 +85,10 @@ def one_run(batches, seconds: float, width: int, plugins) -> tuple[float, float,
 
 
 def one_sample() -> float:
-    """µs that the CPU's figures take, with nothing else running in this process; the utilisations too."""
+    """Return the µs of one CPU sample, including utilisations, while nothing else runs."""
     cpu, times = Cpu(), []
     for _ in range(20):
-        time.sleep(0.11)  # sooner, the utilisations would be left out
+        time.sleep(0.11)  # if it were shorter, the utilisations would be left out
         start = time.perf_counter()
         cpu.figures()
         times.append((time.perf_counter() - start) * 1e6)
@@ -102,10 +103,10 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64, help="hidden units")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message=".*reports no figures of its own")
+    warnings.filterwarnings("ignore", message=".*reports no figures")
     batches = [(torch.randn(32, 64), torch.randint(0, 10, (32,))) for _ in range(100)]
     without, with_it = [], []
-    one_run(batches, 1.0, options.width, [])  # warms up
+    one_run(batches, 1.0, options.width, [])  # warm-up
     for round_ in range(options.rounds):
         for turn in (False, True) if round_ % 2 else (True, False):
             run = one_run(

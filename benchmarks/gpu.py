@@ -1,18 +1,23 @@
-"""What the loop costs on a GPU, and what copying batches ahead of the step gains. Needs a GPU.
+"""Cost of the loop on a GPU, and gain from copying batches ahead of the step. Needs a GPU.
 
-``overhead``: an MLP on batches that are on the GPU already, geartrain's loop against the loop one would write by hand, in µs a step.
+``overhead``: an MLP on batches that are already on the GPU; geartrain's loop against a hand-written
+loop, in µs per step.
 
-``prefetch``: batches from a DataLoader whose workers pin them, a network whose step takes about as long as a copy. The hand-written loop
-copies with ``non_blocking=True`` on the compute stream; geartrain's copies ahead on a stream of its own.
+``prefetch``: batches from a DataLoader whose workers pin them, and a network whose step takes about
+as long as a copy. The hand-written loop copies with ``non_blocking=True`` on the compute stream;
+geartrain copies ahead on a separate stream.
 
-(No file here may be called cuda.py: torch looks for NVIDIA's package ``cuda``, and a script's folder is searched first.)
+(No file here may be called cuda.py: torch imports NVIDIA's package ``cuda``, and Python searches a
+script's folder first.)
 
-Both loops run in this process, in turn, and the median round is compared, so that a drift of the machine's speed meets both alike.
+Both loops alternate in this process, and the median round counts, so a drift of the machine's speed
+affects both equally.
 
     python benchmarks/gpu.py [--steps 500] [--rounds 11] [--what overhead,prefetch] [--megabytes 64]
 
-It needs geartrain, geartrain-cuda and what they depend on (pluggy, importlib-metadata, packaging, nvidia-ml-py). Where they are
-not installed: ``PYTHONPATH=core/src:plugins/cuda/src``; the accelerator is then given as an object, and found without entry points.
+It needs geartrain, geartrain-cuda and their requirements (pluggy, importlib-metadata, packaging,
+nvidia-ml-py). If they are not installed, set ``PYTHONPATH=core/src:plugins/cuda/src``; the
+accelerator is then given as an object, without entry points.
 """
 
 from __future__ import annotations
@@ -61,7 +66,7 @@ def stopwatch():
     import geartrain as gt
 
     class Stopwatch:
-        """Times the steps alone, until the GPU has done them."""
+        """Measure the steps alone, until the GPU has finished them."""
 
         @gt.hookimpl
         def on_run_start(self):
@@ -77,7 +82,7 @@ def stopwatch():
 
 
 def by_hand(net, batches) -> float:
-    """Seconds of the hand-written loop."""
+    """Return the seconds of the hand-written loop."""
     net.to(DEVICE)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     torch.cuda.synchronize()
@@ -93,7 +98,7 @@ def by_hand(net, batches) -> float:
 
 
 def by_geartrain(net, batches, prefetch: int) -> float:
-    """Seconds of geartrain's loop."""
+    """Return the seconds of geartrain's loop."""
     import geartrain as gt
     from geartrain.builtin.single import SingleDeviceStrategy
     from geartrain_cuda import CUDAAccelerator
@@ -113,7 +118,7 @@ def by_geartrain(net, batches, prefetch: int) -> float:
 
 
 class Images(Dataset):
-    """Samples that cost the worker nothing, so that the copy is what is measured."""
+    """Samples that cost the worker nothing, so that only the copy is measured."""
 
     def __init__(self, samples: int, features: int) -> None:
         self.samples, self.x = samples, torch.randn(features)
@@ -126,7 +131,7 @@ class Images(Dataset):
 
 
 def compare(rounds: int, steps: int, first, second) -> tuple[list[float], list[float]]:
-    """µs a step of both, round by round; the first round warms up."""
+    """Return µs per step of both loops for each round; the first round is a warm-up."""
     a, b = [], []
     for number in range(rounds + 1):
         pair = first(), second()
@@ -166,7 +171,7 @@ def prefetching(options) -> dict[str, float]:
     steps = max(20, options.steps // 10)
     images = Images(batch * steps, features)
     data = DataLoader(images, batch_size=batch, num_workers=options.workers, pin_memory=True)
-    # Kept as batches: what is compared is copying, not the workers, which both loops have alike.
+    # Keep batches: the comparison is of copying, not of workers, which are equal in both loops.
     batches = list(data)
 
     def net():

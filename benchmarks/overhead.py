@@ -1,8 +1,8 @@
-"""What the loop costs over the hand-written loop, in µs a step, and what the bar costs on a terminal.
+"""Cost of the loop over a hand-written loop, in µs per step, and of the bar on a terminal.
 
-MLP 64-64-10, batch 32, cross-entropy, SGD, pre-batched data, one thread, CPU. The loops run in this process, in turn, and the
-median round is compared, so that a drift of the machine's speed meets all alike. ``session`` is the hand-written loop with a
-Session. ``--width 4000`` makes a step of about 1 ms.
+MLP 64-64-10, batch 32, cross-entropy, SGD, pre-batched data, one thread, CPU. The loops alternate
+in this process, and the median round counts, so a drift of the machine's speed affects all equally.
+``session`` is the hand-written loop with a Session. ``--width 4000`` makes a step of about 1 ms.
 
     python benchmarks/overhead.py [--steps 1000] [--rounds 15] [--width 64] [--log] [--bar]
 """
@@ -51,7 +51,7 @@ class LoggingMLP(MLP):
 
 
 class Stopwatch:
-    """Times the steps alone: from the run's start, when everything is set up, to its end. Wall time and CPU time, in seconds."""
+    """Measure the steps alone, without set-up and tear-down: wall time and CPU time in seconds."""
 
     @gt.hookimpl
     def on_run_start(self):
@@ -108,7 +108,7 @@ def session_loop(batches, width: int = 64) -> tuple[float, float]:
 
 @contextmanager
 def terminal():
-    """A pseudo-terminal as standard output and error, which another process reads."""
+    """A pseudo-terminal as standard output and error; another process reads it."""
     ours, theirs = os.openpty()
     with subprocess.Popen(
         ["cat"], stdin=ours, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -123,7 +123,7 @@ def terminal():
 def compare(
     a: list[tuple[float, float]], b: list[tuple[float, float]], which: int
 ) -> dict[str, object]:
-    """Of each round, how much more ``b`` took: in µs and as a ratio with its quartiles."""
+    """Return how much longer ``b`` took in each round: in µs, and as a ratio with quartiles."""
     ratios = [y[which] / x[which] for x, y in zip(a, b, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     more = statistics.median(y[which] - x[which] for x, y in zip(a, b, strict=True))
@@ -153,7 +153,7 @@ def main() -> None:
         if options.bar:
             with terminal():
                 with_bar.append(geartrain_loop(batches, options.log, True, options.width))
-    # A step's, in µs; the first round warms up.
+    # Per step, in µs; the first round is a warm-up.
     raw, session, without, with_bar = (
         [tuple(s / options.steps * 1e6 for s in round_) for round_ in rounds[1:]]
         for rounds in (raw, session, without, with_bar)

@@ -1,7 +1,7 @@
-"""Start to first step of two processes: strategies ddp and ddp_spawn, against torchrun on a hand-written DDP script.
+"""Start to first step of two processes: ddp and ddp_spawn, against torchrun with a DDP script.
 
-The same small model and data, whole programs from the shell's point of view until rank 0 has done its first optimizer step; all in
-turn, medians, and the median ratio of a round.
+The same small model and data. Each program is measured from its start in the shell until rank 0 has
+done its first optimizer step. The programs alternate; medians, and the median ratio of a round.
 
     python benchmarks/startup.py [--rounds 7]
 """
@@ -57,18 +57,22 @@ class First:
             open(os.environ.pop("FIRST"), "w").write(repr(time.time()))
 
 data = torch.utils.data.TensorDataset(torch.randn(512, 64), torch.randint(0, 10, (512,)))
-trainer = gt.Trainer(accelerator="cpu", strategy=sys.argv[1], devices=2, max_epochs=1, seed=0, enable_progress_bar=False, plugins=[First()])
+trainer = gt.Trainer(
+    accelerator="cpu", strategy=sys.argv[1], devices=2, max_epochs=1, seed=0,
+    enable_progress_bar=False, plugins=[First()],
+)
 trainer.fit(Net(), torch.utils.data.DataLoader(data, batch_size=32, shuffle=True))
 """
 
 
 def seconds(command: list[str], folder: Path) -> float:
-    """From the start of a program to its first step."""
+    """Return the time from the start of a program to its first step."""
     first = folder / "first"
     first.unlink(missing_ok=True)
     environment = {**os.environ, "FIRST": str(first), "OMP_NUM_THREADS": "1"}
     start = time.time()
-    # The hand-written script sometimes aborts at its end, in a thread of gloo's; what counts here is its first step.
+    # The hand-written script sometimes aborts at its end, in a thread of gloo; only its first step
+    # counts.
     subprocess.run(
         command, cwd=folder, env=environment, check=False, capture_output=True, timeout=120
     )

@@ -1,7 +1,8 @@
-"""A step on two ranks: strategies ddp, bagua and horovod over the loops that one writes by hand with DDP and with Horovod.
+"""A step on two ranks: ddp, bagua and horovod, against hand-written loops with DDP and Horovod.
 
-The same model, data and optimizer, two processes with one thread each; all in turn, the median step of each run, and the median ratio of
-a round. Horovod's two are left out where it is not installed.
+The same model, data and optimizer, two processes with one thread each. The programs alternate; the
+median step of each run, and the median ratio of a round. Both programs with Horovod are left out if
+it is not installed.
 
     python benchmarks/strategies.py [--rounds 7] [--steps 300] [--width 64]
 """
@@ -31,9 +32,10 @@ model = nn.Sequential(*layers, nn.Linear(width, 10))
 batches = [(torch.randn(32, width), torch.randint(0, 10, (32,))) for _ in range(steps)]
 ends = []
 
-def tell():
+def report():
     half = ends[len(ends) // 2 :]  # the first ones warm up
-    print("microseconds:", statistics.median(b - a for a, b in zip(half, half[1:])) * 1e6, flush=True)
+    times = [b - a for a, b in zip(half, half[1:])]
+    print("microseconds:", statistics.median(times) * 1e6, flush=True)
 """
 
 BY_HAND = """
@@ -54,7 +56,7 @@ dist.init_process_group("gloo")
 model = nn.parallel.DistributedDataParallel(model)
 train(model, torch.optim.SGD(model.parameters(), lr=0.01))
 if dist.get_rank() == 0:
-    tell()
+    report()
 dist.destroy_process_group()
 """
 )
@@ -69,7 +71,7 @@ hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 train(model, hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters()))
 if hvd.rank() == 0:
-    tell()
+    report()
 hvd.shutdown()
 """
 )
@@ -98,13 +100,13 @@ quiet = {"enable_progress_bar": False, "use_distributed_sampler": False, "plugin
 trainer = gt.Trainer(accelerator="cpu", strategy=sys.argv[1], devices=2, max_epochs=1, **quiet)
 trainer.fit(Module(), batches)
 if trainer.global_rank == 0:
-    tell()
+    report()
 """
 )
 
 
 def commands(folder: Path) -> dict[str, list[str]]:
-    """Each program, by the name that it has in the results."""
+    """Return each program by its name in the results."""
     for name, text in (
         ("ddp_by_hand", DDP_BY_HAND),
         ("horovod_by_hand", HOROVOD_BY_HAND),
@@ -134,7 +136,7 @@ def commands(folder: Path) -> dict[str, list[str]]:
 
 
 def microseconds(command: list[str], options: argparse.Namespace) -> float:
-    """The median step of rank 0."""
+    """Return the median step of rank 0."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",

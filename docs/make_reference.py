@@ -1,6 +1,7 @@
-"""Write the reference pages from the docstrings of what they describe, so that neither can forget the other.
+"""Write the reference pages from docstrings, so that code and pages agree.
 
-python docs/make_reference.py          rewrite docs/hooks.md and the generated parts of docs/options.md and docs/how-a-run-flows.md
+python docs/make_reference.py          rewrite docs/hooks.md, and the generated parts of
+                                       docs/options.md and docs/how-a-run-flows.md
 python docs/make_reference.py --check  exit with 1, and name the pages, if that would change a page
 """
 
@@ -20,7 +21,7 @@ from geartrain import DataModule, Module, Trainer, hookspecs
 
 DOCS = Path(__file__).parent
 
-#: Trainer's arguments that the command line spells in another way -> how.
+#: Trainer's arguments that have another form on the command line -> that form.
 SPELT = {
     "plugins": "--plugin NAME_OR_FILE",
     "callbacks": "--plugin NAME_OR_FILE",
@@ -31,7 +32,7 @@ SPELT = {
     "assume": "--assume NAME=COUNT",
 }
 
-#: Sections of the table of the module's own hooks: heading -> what the names in it begin with, first match wins.
+#: Sections of the table of the module's hooks: heading -> prefixes; the first match counts.
 MODULE_SECTIONS = {
     "The model": ("configure_", "prepare_", "setup", "teardown"),
     "Batches": ("transfer_", "on_before_batch_transfer", "on_after_batch_transfer"),
@@ -59,18 +60,18 @@ shows their order, and [Write a plugin](write-a-plugin.md) how to use them.
 
 
 def markdown(text: str) -> str:
-    """A docstring's text as Markdown: ``x`` and :class:`geartrain.x` -> `x`, lines joined."""
+    """Convert a docstring to Markdown: ``x`` and :class:`geartrain.x` -> `x`, lines joined."""
     text = re.sub(r":[a-z]+:`~?([^`]+)`", r"`\1`", text)
     return " ".join(text.replace("``", "`").split())
 
 
 def sentence(thing: Any) -> str:
-    """The first paragraph of a docstring."""
+    """Return the first paragraph of a docstring."""
     return markdown((inspect.getdoc(thing) or "").partition("\n\n")[0])
 
 
 def fields(docstring: str) -> tuple[str, dict[str, str]]:
-    """The text before the first ``Name: ...`` field, and the fields."""
+    """Return the text before the first ``Name: ...`` field, and the fields."""
     about, found, name = [], {}, ""
     for line in inspect.cleandoc(docstring).splitlines():
         match = re.match(r"([A-Z][a-z]+): ?(.*)", line)
@@ -85,7 +86,7 @@ def fields(docstring: str) -> tuple[str, dict[str, str]]:
 
 
 def arguments(thing: Any) -> dict[str, str]:
-    """What a docstring says under ``Args:``, by name."""
+    """Return the entries of a docstring's ``Args:`` section by name."""
     section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", inspect.getdoc(thing) or "", re.S | re.M)
     found: dict[str, str] = {}
     for line in inspect.cleandoc("\n" + section[1]).splitlines() if section else []:
@@ -97,19 +98,21 @@ def arguments(thing: Any) -> dict[str, str]:
 
 
 def signature(name: str, function: Callable[..., Any]) -> str:
-    """A hook's signature as it stands in the source."""
+    """Return a hook's signature as in the source."""
     found = inspect.signature(function)
-    return f"{name}({', '.join(f'{p.name}: {p.annotation}' for p in found.parameters.values())}) -> {found.return_annotation}"
+    parameters = ", ".join(f"{p.name}: {p.annotation}" for p in found.parameters.values())
+    return f"{name}({parameters}) -> {found.return_annotation}"
 
 
 def call(name: str, function: Callable[..., Any]) -> str:
-    """A signature without types: what one writes."""
+    """Return a signature without types, as users write it."""
     parameters = [
         p
         for p in inspect.signature(function).parameters.values()
         if p.name != "self" and p.kind is not p.VAR_KEYWORD
     ]
-    return f"`{name}({', '.join(p.name if p.default is p.empty else f'{p.name}={p.default!r}' for p in parameters)})`"
+    written = (p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters)
+    return f"`{name}({', '.join(written)})`"
 
 
 def table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]] | list[tuple[str, ...]]) -> str:
@@ -123,7 +126,7 @@ def table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]] | list[tuple[st
 
 
 def hooks() -> dict[str, dict[str, Any]]:
-    """Section of hookspecs.py -> hook's name -> its function, in the order of the source."""
+    """Return section of hookspecs.py -> hook's name -> its function, in the source's order."""
     sections: dict[str, dict[str, Any]] = {}
     source = inspect.getsource(hookspecs)
     for match in re.finditer(
@@ -151,7 +154,7 @@ def hooks_page() -> str:
 
 
 def anchor(heading: str) -> str:
-    """The anchor that GitHub gives a heading."""
+    """Return the anchor that GitHub gives a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
@@ -222,7 +225,7 @@ def module_table() -> str:
     methods = {name: thing for name, thing in vars(Module).items() if inspect.isfunction(thing)}
     parts, left = [], dict(methods)
     for heading, prefixes in MODULE_SECTIONS.items():
-        if heading == "Training":  # on_before_batch_transfer and its like are in "Batches"
+        if heading == "Training":  # on_before_batch_transfer etc. are in "Batches"
             left = {
                 name: thing for name, thing in left.items() if not name.endswith("_batch_transfer")
             }
@@ -279,7 +282,7 @@ def rooms_table() -> str:
 
 
 def filled(page: str, now: str, parts: dict[str, Callable[[], str]]) -> str:
-    """Return a page with its generated parts made again; the text between them stays.
+    """Return a page with new generated parts; the text between them is unchanged.
 
     Raises:
         ValueError: the page has no place for a part.
@@ -294,7 +297,7 @@ def filled(page: str, now: str, parts: dict[str, Callable[[], str]]) -> str:
 
 
 def options_page(now: str) -> str:
-    """Return docs/options.md with its generated parts made again."""
+    """Return docs/options.md with new generated parts."""
     return filled("options.md", now, GENERATED)
 
 
@@ -302,7 +305,7 @@ def options_page(now: str) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Each generated page as it should be."""
+    """Return each generated page with its correct content."""
     options, flow = DOCS / "options.md", DOCS / "how-a-run-flows.md"
     return {
         DOCS / "hooks.md": hooks_page(),
@@ -312,7 +315,7 @@ def pages() -> dict[Path, str]:
 
 
 def stale() -> list[Path]:
-    """The generated pages that are not as they should be."""
+    """Return the generated pages whose content is outdated."""
     return [
         path
         for path, text in pages().items()
@@ -325,7 +328,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--check", action="store_true", help="change nothing; exit with 1 where a page is stale"
+        "--check", action="store_true", help="change nothing; exit with 1 if a page is stale"
     )
     if parser.parse_args().check:
         old = stale()

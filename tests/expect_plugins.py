@@ -1,4 +1,4 @@
-"""Fail unless the installed plugins are exactly those of core and of these folders of plugins/, or of all."""
+"""Fail unless the installed plugins are exactly those of core and of the given plugins/ folders."""
 
 import subprocess
 import sys
@@ -13,10 +13,8 @@ def declared(folder: Path) -> list[str]:
     groups = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"].get(
         "entry-points", {}
     )
-    others = (
-        "geartrain.hints",
-        "geartrain.metrics",
-    )  # vocabularies and libraries, which nobody selects
+    # Vocabularies and libraries cannot be selected.
+    others = ("geartrain.hints", "geartrain.metrics")
     return [
         name
         for group, names in groups.items()
@@ -26,8 +24,11 @@ def declared(folder: Path) -> list[str]:
 
 
 def main() -> None:
-    script = "from geartrain.planning.registry import Registry; print(*sorted({c.name for c in Registry().candidates}))"
-    # In a process of its own, away from this folder: what counts is what is installed, not what lies on the path.
+    script = (
+        "from geartrain.planning.registry import Registry; "
+        "print(*sorted({c.name for c in Registry().candidates}))"
+    )
+    # In an isolated process, so that only installed packages count, not files on the path.
     found = subprocess.run(
         [sys.executable, "-I", "-c", script], check=True, capture_output=True, text=True, timeout=60
     ).stdout.split()
@@ -44,7 +45,7 @@ def main() -> None:
         }
     )
     if found != wanted:
-        sys.exit(f"installed plugins are {found}, and this environment should have {wanted}")
+        sys.exit(f"installed plugins are {found}, but this environment should have {wanted}")
     print("plugins:", *found)
 
 

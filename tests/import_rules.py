@@ -1,6 +1,7 @@
-"""Fail unless the rooms of core import only rooms above them, and plugins only core's doors: python tests/import_rules.py
+"""Check that core's rooms import only rooms above them, and plugins only core's public modules.
 
-A room is a file or folder of core/src/geartrain. Imports inside functions count. ``--picture`` prints the layout for the docs.
+Run it as ``python tests/import_rules.py``. A room is a file or folder of core/src/geartrain.
+Imports inside functions count. ``--picture`` prints the layout for the docs.
 """
 
 import ast
@@ -9,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CORE = ROOT / "core" / "src" / "geartrain"
-#: From the bottom to the top: a room may import those before it.
+#: From the bottom layer to the top: a room may import the rooms listed before it.
 ROOMS = (
     *(
         "_version",
@@ -36,7 +37,7 @@ ROOMS = (
         "__init__",
     ),
 )
-#: What every room may name in annotations.
+#: Types that every room may name in annotations.
 CONTRACT = {
     "Run",
     "World",
@@ -49,18 +50,23 @@ CONTRACT = {
     "Trainer",
     "Hooks",
 }
-#: Public modules of core -> the packages of other distributions that have their names; and all modules of core that plugins may import.
+#: Public modules of core -> the package of another distribution that they forward to.
 FORWARDS = {
     "geartrain.callbacks": "geartrain_callbacks",
     "geartrain.parallel": "geartrain_parallel",
     "geartrain.testing": "geartrain_testing",
     "geartrain.tuning": "geartrain_tuner",
 }
+#: All modules of core that plugins may import.
 DOORS = {"geartrain", "geartrain.plugin_api", *FORWARDS}
 
 
 def imports(path):
-    """Yield (module, name, line, True if only a type checker imports it) of every import of geartrain's packages in a file."""
+    """Yield each import of geartrain's packages in a file.
+
+    Yields:
+        Module, name, line, and True if only a type checker imports it.
+    """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     blocks = [
         node
@@ -90,7 +96,7 @@ def module_of(path, base):
 
 
 def wrong_in_core():
-    """Yield what is wrong with core's imports, and fill in the graph for the search for cycles."""
+    """Yield errors of core's imports; build the graph and search it for cycles."""
     modules = {module_of(path, CORE.parent): path for path in sources(CORE)}
     graph = {}
     for module, path in modules.items():
@@ -107,12 +113,13 @@ def wrong_in_core():
             if not typing:
                 graph[module].add(target)
             if ROOMS.index(other) > ROOMS.index(room) and not (typing and name in CONTRACT):
-                yield f"{where}: {room} imports {name or target} of {other}, which is a room below it"
+                message = f"{room} imports {name or target} of {other}, which is a room below it"
+                yield f"{where}: {message}"
     yield from (f"a cycle of imports: {' -> '.join(cycle)}" for cycle in cycles(graph))
 
 
 def cycles(graph):
-    """Yield one cycle for each module that begins one: lists of modules."""
+    """Yield cycles: one list of modules for each module that begins a cycle."""
     done = set()
 
     def search(module, above):
@@ -129,7 +136,7 @@ def cycles(graph):
 
 
 def wrong_in_plugins():
-    """Yield what is wrong with the imports of plugins."""
+    """Yield errors of the plugins' imports."""
     for base in sorted(ROOT.glob("plugins/*/src")):
         graph, declared = {}, (base.parent / "pyproject.toml").read_text(encoding="utf-8")
         for path in sources(base):
@@ -150,7 +157,8 @@ def wrong_in_plugins():
                     package not in ("geartrain", module.partition(".")[0])
                     and f'"{package.replace("_", "-")}>=' not in declared
                 ):
-                    yield f"{where}: it imports {package}, and its pyproject.toml does not declare it"
+                    message = f"it imports {package}, which its pyproject.toml does not declare"
+                    yield f"{where}: {message}"
                 elif not typing:
                     graph[module].add(
                         f"{source}.{name}"
@@ -161,7 +169,7 @@ def wrong_in_plugins():
 
 
 def picture():
-    """Return the layout of core as a table: each room with 50 lines or more, its lines, its purpose."""
+    """Return the layout of core as a table: rooms of 50 lines or more, their lines and purpose."""
     rows = []
     for room in ROOMS[:-1]:
         paths = [
@@ -189,7 +197,7 @@ def main():
         wrong.append(f"{CORE.relative_to(ROOT)} has {len(names)} names, and should have at most 27")
     if wrong:
         sys.exit("\n".join(wrong))
-    print(f"imports are as tests/import_rules.py says: {len(names)} names in core")
+    print(f"imports follow tests/import_rules.py: {len(names)} names in core")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""``pip install``, for tox: other people's packages are installed once, and every environment finds them by a .pth file.
+"""``pip install`` for tox: install third-party packages once; environments use a .pth file.
 
-They are 2 GB, torch above all, which would take each environment a minute. Shared they are the same files in the same versions. The
-distributions of this repository are an environment's own. Two environments do not share: ``discovery`` has no torch, and ``wheels``
-shows each distribution only what it declares.
+The packages take 2 GB, most of it torch, and would take each environment a minute. All environments
+share the same files and versions. Only the distributions of this repository are installed in each
+environment. Two environments do not share: ``discovery`` has no torch, and ``wheels`` has for each
+distribution only its declared requirements.
 
     python tests/install.py FOLDER PIP'S ARGUMENTS ...
 """
@@ -21,7 +22,7 @@ CONSTRAINTS = ROOT / "constraints.txt"
 
 
 def requirements():
-    """Everything that is not of this repository: declared by its distributions, or needed by examples and tests."""
+    """Return all third-party requirements of the distributions, the examples and the tests."""
     found = set()
     for path in [ROOT / "core" / "pyproject.toml", *ROOT.glob("plugins/*/pyproject.toml")]:
         project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
@@ -38,7 +39,7 @@ def pip(*arguments):
 
 
 def shared(folder):
-    """Return the folder with the packages, made unless it exists."""
+    """Return the folder with the packages; install them if it does not exist."""
     wanted = requirements()
     place = (
         folder
@@ -48,10 +49,10 @@ def shared(folder):
     )
     if not place.exists():
         half = folder / f".{place.name}-{os.getpid()}"
-        # A module is compiled when it is first imported: most of torch never is.
+        # Modules are compiled at their first import, because most of torch is never imported.
         pip("--quiet", "--no-compile", "--constraint", CONSTRAINTS, "--target", half, *wanted)
         try:
-            half.rename(place)  # whole or not at all
+            half.rename(place)  # complete or not at all
         except OSError:  # another environment was faster
             shutil.rmtree(half)
     return place
@@ -61,9 +62,8 @@ def main():
     folder, *arguments = sys.argv[1:]
     place = shared(Path(folder))
     Path(sysconfig.get_path("purelib"), "shared.pth").write_text(f"{place}\n", encoding="utf-8")
-    pip(
-        "--no-deps", "--no-build-isolation", *arguments
-    )  # all that these need is in the shared folder
+    # The requirements are in the shared folder.
+    pip("--no-deps", "--no-build-isolation", *arguments)
 
 
 if __name__ == "__main__":

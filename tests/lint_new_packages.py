@@ -1,4 +1,4 @@
-"""Fail unless ruff and mypy have nothing to say of what `geartrain new` writes: python tests/lint_new_packages.py"""
+"""Fail unless ruff and mypy accept the packages that `geartrain new` writes."""
 
 import shutil
 import subprocess
@@ -6,7 +6,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-#: A short and a long name, and both dashes: lines must neither be too long nor such that ruff would join or break them.
+#: A short and a long name with both dashes: lines must not be too long, and ruff must not join or
+#: break them.
 SHORT, LONG = "q", "my-own_own_own_own_own_9"
 RUFF = (("ruff", "check", "--quiet"), ("ruff", "format", "--diff", "--quiet"))
 MYPY = ("mypy", "--no-error-summary", "--cache-dir=../cache")  # types do not depend on the name
@@ -14,13 +15,12 @@ MYPY = ("mypy", "--no-error-summary", "--cache-dir=../cache")  # types do not de
 
 def main() -> None:
     failed = []
-    # Outside the repository, whose settings would be found too.
+    # Outside the repository, so that its settings are not found.
     with tempfile.TemporaryDirectory() as folder:
         known = Path(__file__).parents[1] / ".mypy_cache"
         if known.is_dir():
-            shutil.copytree(
-                known, Path(folder, "cache")
-            )  # of torch; mypy reads it again if the package's settings differ
+            # torch's cache; mypy reads torch again if the package's settings differ.
+            shutil.copytree(known, Path(folder, "cache"))
         for kind in ("strategy", "accelerator", "plugin", "command"):
             for name, tools in ((SHORT, (*RUFF, MYPY)), (LONG, RUFF)):
                 package = Path(folder, f"{kind} {name}")
@@ -34,7 +34,7 @@ def main() -> None:
                         failed.append(f"{tool[0]}: {kind} {name}")
     if failed:
         sys.exit("\n".join(failed))
-    print("what geartrain new writes is clean")
+    print("the packages of geartrain new are clean")
 
 
 if __name__ == "__main__":

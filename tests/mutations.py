@@ -1,16 +1,17 @@
-"""Ask what the tests notice: measure which test files run which lines, then break the source in forty places, one at a time.
+"""Measure which test files run which lines; then break the source in forty places, one at a time.
 
     python tests/mutations.py list
     python tests/mutations.py measure FOLDER PYTEST'S ARGUMENTS ...
     python tests/mutations.py try FOLDER [--only 3,7] [--seconds 600] PYTEST'S ARGUMENTS ...
 
-``list`` checks the mutations and prints them. ``measure`` runs pytest under coverage and prints the branch coverage of core and plugins.
-``try`` runs, for each mutation, the test files that run the changed lines, until one fails. Without ``-m`` both take the markers of
-``tox -e work``.
+``list`` checks the mutations and prints them. ``measure`` runs pytest under coverage and prints the
+branch coverage of core and plugins. ``try`` runs, for each mutation, the test files that run the
+changed lines, until one fails. Without ``-m`` both use the markers of ``tox -e work``.
 
-Coverage's contexts are test files. A process that a test starts takes its context from ``COVERAGE_TEST_FILE``; a process that a server of
-tests/shared forks reads the variable again. Not measured are processes that SIGKILL ends, programs without the test's environment, and
-installed wheels. This file is also the pytest plugin of these runs.
+Coverage's contexts are test files. A process that a test starts takes its context from
+``COVERAGE_TEST_FILE``; a process forked by a server of tests/shared reads the variable again. Not
+measured: processes killed by SIGKILL, programs without the test's environment, and installed
+wheels. This file is also the pytest plugin of these runs.
 """
 
 import argparse
@@ -33,13 +34,13 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 SOURCES = [ROOT / "core/src/geartrain", *sorted(ROOT.glob("plugins/*/src/geartrain_*"))]
-#: The test file that is running, from the repository's root, and where the plugin writes the tests that fail.
+#: The running test file, relative to the repository, and the file with the names of failed tests.
 TEST_FILE, FAILED_TESTS = "COVERAGE_TEST_FILE", "MUTATIONS_FAILED_TESTS"
-#: Folders whose test files read the results of one program: the folder is the context of what they start.
+#: Folders whose test files share one program: the folder is the context of that program.
 SHARING = ("tests/bagua",)
-#: Seconds that pytest has to end after a signal, and what it has started after it.
+#: Seconds for pytest to end after a signal, and then for the processes that it has started.
 GRACE = 20.0
-#: One file of data a process. The C tracer: sys.monitoring does not know contexts.
+#: One data file per process. The C tracer, because sys.monitoring does not support contexts.
 SETTINGS = """
 [run]
 core = ctrace
@@ -55,19 +56,20 @@ source_dirs =
 
 
 class Mutation(NamedTuple):
-    """One realistic bug. ``old`` occurs once in the file."""
+    """A realistic bug. ``old`` occurs once in the file."""
 
     room: str
     file: str
     old: str
     new: str
-    #: What a user would see.
+    #: The effect that a user would see.
     why: str
 
 
-CORE, BAGUA, DDP, PARALLEL, SPAWN = (f"{path}/src/geartrain{end}" for path, end in (
-    ("core", ""), ("plugins/bagua", "_bagua"), ("plugins/ddp", "_ddp"), ("plugins/parallel", "_parallel"), ("plugins/spawn", "_spawn"),
-))  # fmt: skip
+CORE = "core/src/geartrain"
+BAGUA, DDP, PARALLEL, SPAWN = (
+    f"plugins/{name}/src/geartrain_{name}" for name in ("bagua", "ddp", "parallel", "spawn")
+)
 ROOMS = ("loop", "sharding", "metrics", "checkpoint", "launch", "ddp", "spawn", "bagua")
 MUTATIONS = [
     # --- loop ---
@@ -262,7 +264,8 @@ MUTATIONS = [
         "ddp",
         f"{PARALLEL}/strategy.py",
         "        if run.world.size > 1:\n            collectives.broadcast_weights",
-        '        if run.world.size > 1 and run.command == "fit":\n            collectives.broadcast_weights',
+        '        if run.world.size > 1 and run.command == "fit":\n'
+        "            collectives.broadcast_weights",
         "without a seed each rank evaluates other weights",
     ),
     Mutation(
@@ -365,7 +368,7 @@ MUTATIONS = [
 
 
 def check():
-    """Exit with an error if the list no longer fits the source."""
+    """Exit with an error if the list does not fit the source."""
     wrong = [
         f"{room}: {number} mutations, not 5"
         for room, number in Counter(each.room for each in MUTATIONS).items()
@@ -382,7 +385,7 @@ def check():
 
 
 def lines(mutation):
-    """Return the lines that a mutation changes, with the rest of their statement; of a compound statement its head."""
+    """Return the changed lines and the rest of their statement, or a compound statement's head."""
     text = (ROOT / mutation.file).read_text(encoding="utf-8")
     offset = text.index(mutation.old) + len(mutation.old) - len(mutation.old.lstrip())
     first = text.count("\n", 0, offset) + 1
@@ -408,12 +411,12 @@ def describe(number, mutation):
 
 
 def measure(folder, arguments):
-    """Run pytest under coverage; print the total and keep it, with the contexts, in the folder."""
+    """Run pytest under coverage; print the total and save it, with the contexts, in the folder."""
     from coverage import Coverage
 
     settings, failed_tests = folder / "coveragerc", folder / "failed"
     if folder.exists() and any(folder.iterdir()) and not settings.exists():
-        sys.exit(f"{folder} has files of others. Fix: a new folder")
+        sys.exit(f"{folder} has other files. Fix: a new folder")
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "processes").mkdir(parents=True)
     sources = "\n    ".join(map(str, SOURCES))
@@ -446,7 +449,10 @@ def measure(folder, arguments):
 
 
 def pytest(*arguments):
-    """Return the command that runs pytest with this file as a plugin, and with the default's markers unless others are given."""
+    """Return the command that runs pytest with this file as a plugin.
+
+    It uses the default's markers unless ``-m`` is given.
+    """
     if not any(word.startswith("-m") for word in arguments):
         tox = configparser.ConfigParser(interpolation=None)
         tox.read(ROOT / "tox.ini", encoding="utf-8")
@@ -464,7 +470,7 @@ def pytest(*arguments):
 
 
 def run(command, variables, output=None, seconds=None):
-    """Run pytest and wait for what it leaves behind. Return its exit status, or ``None`` if it took more than ``seconds``."""
+    """Run pytest and wait for its processes. Return its exit status; ``None`` after ``seconds``."""
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -480,7 +486,7 @@ def run(command, variables, output=None, seconds=None):
         return None
     finally:
         if process.poll() is None:
-            process.send_signal(signal.SIGINT)  # it tells its own processes
+            process.send_signal(signal.SIGINT)  # pytest ends its own processes
             with suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE)
         deadline = time.monotonic() + GRACE
@@ -503,7 +509,7 @@ def read_failed(path):
 
 
 class Measured:
-    """What ``measure`` left in a folder."""
+    """The results of ``measure`` in a folder."""
 
     def __init__(self, folder):
         from coverage import CoverageData
@@ -529,12 +535,11 @@ class Measured:
 
     @staticmethod
     def _last(context):
-        return context.rpartition("|")[
-            2
-        ]  # coverage joins the contexts of a process and of what runs in it
+        # coverage joins the contexts of a process and of the code that runs in it.
+        return context.rpartition("|")[2]
 
     def files(self, mutation):
-        """Return the test files that run what a mutation changes; first those that run the fewest lines in all."""
+        """Return the test files that run the changed lines; first those that run few lines."""
         by_line = self._by_line.get(str(ROOT / mutation.file), {})
         sizes = {}
         for context in {
@@ -553,8 +558,8 @@ def try_all(folder, only, seconds, arguments):
     """Try mutations; True if each was caught."""
     if changes := git("status", "--porcelain", "--", *(str(path) for path in SOURCES)):
         sys.exit(
-            "the source has changes that are not committed, which a mutation could not be told "
-            f"from:\n{changes}"
+            "the source has uncommitted changes, which could not be distinguished from a mutation:\n"
+            f"{changes}"
         )
     measured, results = Measured(folder), {}
     for number, mutation in enumerate(MUTATIONS, 1):
@@ -621,7 +626,8 @@ def mutated(number, mutation):
     before, stat = path.read_bytes(), path.stat()
     try:
         path.write_bytes(before.replace(mutation.old.encode(), mutation.new.encode()))
-        # Python takes a .pyc for a source of the same second and size: no two mutations share a second, nor one and the original.
+        # Python reuses a .pyc if second and size of its source are equal, so two mutations, or a
+        # mutation and the original, must not have the same second.
         os.utime(path, (time.time() + number, time.time() + number))
         yield
     finally:
@@ -631,7 +637,7 @@ def mutated(number, mutation):
 
 def end_with_an_error(number, _frame):
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, signal.SIG_IGN)  # the source is put back now
+        signal.signal(each, signal.SIG_IGN)  # restore the source first
     sys.exit(128 + number)
 
 
@@ -645,7 +651,7 @@ def git(*arguments):
 
 
 def pytest_runtest_protocol(item):
-    """Count what follows for the test's file."""
+    """Set the context of the following code to the test's file."""
     if "COVERAGE_PROCESS_START" not in os.environ:
         return
     from coverage import Coverage
@@ -654,12 +660,13 @@ def pytest_runtest_protocol(item):
     if running.get_option("run:context") == file:
         return
     running.switch_context(file)
-    running.set_option("run:context", file)  # of forked processes
-    os.environ[TEST_FILE] = next(
-        (folder for folder in SHARING if file.startswith(f"{folder}/")), file
-    )  # of programs
+    running.set_option("run:context", file)  # for forked processes
+    # For programs.
+    shared = (folder for folder in SHARING if file.startswith(f"{folder}/"))
+    os.environ[TEST_FILE] = next(shared, file)
     if (servers := sys.modules.get("multiprocessing.forkserver")) is not None:
-        servers._forkserver._stop()  # it has the variables of the previous test file; the next process starts a new one
+        # It has the old variables; the next process starts a new server.
+        servers._forkserver._stop()
 
 
 def pytest_runtest_logreport(report):

@@ -1,4 +1,4 @@
-"""Wheels built and installed for real, in an environment of their own."""
+"""Wheels, built and installed in a separate environment."""
 
 import functools
 import os
@@ -17,7 +17,7 @@ PACKAGES = ROOT / "tests" / "packages"
 
 
 class Site:
-    """A Python environment in which the wheels are installed."""
+    """A Python environment with the wheels installed."""
 
     def __init__(self, folder):
         self.bin = folder / ("Scripts" if os.name == "nt" else "bin")
@@ -30,7 +30,7 @@ class Site:
 
     @functools.cached_property
     def warm_python(self):
-        """A python that runs files, each in a process that begins with torch imported."""
+        """A python that runs each file in a new process with torch already imported."""
         return self._warm.script(self.bin / "warm_python") if AVAILABLE else self.python
 
     @functools.cached_property
@@ -42,7 +42,7 @@ class Site:
         )
 
     def run(self, *command, cwd, seconds=60, **env):
-        """Run a command there; the finished process, with what it printed."""
+        """Run a command in the environment; return the finished process and its output."""
         return subprocess.run(
             [str(word) for word in command],
             cwd=cwd,
@@ -55,7 +55,7 @@ class Site:
         )
 
     def geartrain(self, *arguments, cwd, **env):
-        """Run the ``geartrain`` command, in a process that begins with torch imported."""
+        """Run the ``geartrain`` command in a new process with torch already imported."""
         return self.run(self._warm_geartrain, *arguments, cwd=cwd, **env)
 
 
@@ -68,7 +68,7 @@ def _variables():
 
 
 def build(folder, sources):
-    """Build a wheel of each source tree in ``folder``, in this process: pip would take seconds for each."""
+    """Build the wheels of source trees in this process; pip would take seconds for each."""
     return [
         Path(wheel)
         for source in sources
@@ -77,15 +77,15 @@ def build(folder, sources):
 
 
 def environment(folder, wheels):
-    """Make a fresh environment in ``folder`` with these wheels. That pip installs them as well is shown by tests/wheels.py."""
+    """Create an environment with these wheels. tests/wheels.py tests their installation by pip."""
     _call(sys.executable, "-m", "venv", "--without-pip", folder)
     site = Site(folder)
     there = Path(
         _call(site.python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
     )
-    # What the wheels need (torch above all) is taken from the environment that runs the tests: to install it again would take
-    # a network and minutes. addsitedir, and not the bare path, because it reads the .pth files of editable installs there too;
-    # what is installed here comes first on sys.path.
+    # Requirements of the wheels (torch above all) come from the environment of the tests, because
+    # installing them again would take a network and minutes. addsitedir also reads the .pth files
+    # of editable installs. The wheels come first on sys.path.
     here = dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
     lines = [f"import site; site.addsitedir({folder!r})\n" for folder in here]
     (there / "where_the_tests_run.pth").write_text("".join(lines), encoding="utf-8")

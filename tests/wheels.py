@@ -1,10 +1,11 @@
-"""Each distribution alone, from its wheel: ``python tests/wheels.py FOLDER [NAME ...]``, for tox.
+"""Test each distribution alone, from its wheel: ``python tests/wheels.py FOLDER [NAME ...]``.
 
-Every wheel is built once, by pip. Each then gets a fresh environment that contains what it declares and nothing else: pip installs it and
-the other wheels of this repository that it asks for, and of the packages that tests/install.py has installed it finds, by links, those
-that are required directly or indirectly. There every entry point is loaded, and a fit of two steps runs with each plugin. For that
-geartrain-cli is installed too; core alone is tried by a script.
-A dependency that is not declared cannot be imported; a strategy on several ranks starts them.
+pip builds every wheel once. Then each wheel gets a new environment with its declared requirements
+and nothing else: pip installs the wheel and the other wheels of this repository that it requires;
+third-party packages are linked from the folder of tests/install.py. In this environment every entry
+point is loaded, and each plugin runs a fit of two steps, with geartrain-cli installed for it. A
+script tests core alone. An undeclared dependency cannot be imported. A strategy for several ranks
+starts them.
 """
 
 import collections
@@ -26,26 +27,26 @@ ROOT = Path(__file__).parents[1]
 GROUPS = {
     f"geartrain.{kind}s": kind for kind in ("accelerator", "command", "plugin", "precision")
 } | {"geartrain.strategies": "strategy"}
-#: The options that a plugin requires.
+#: Required options of plugins.
 OPTIONS = {
     "early_stopping": ["--early_stopping.monitor", "train_loss"],
     "timer": ["--timer.duration", "00:01:00:00"],
     "wandb": ["--wandb.mode", "offline"],
 }
-#: Plugins that geartrain adds for some modules -> a change of TARGET's module, so that it is such a one.
+#: Plugins that geartrain adds for some modules -> the change that makes TARGET such a module.
 ADDED = {
     "manual_optimisation": (
         "return loss",
         "self.manual_backward(loss)\n        self.optimizers().step()",
     )
 }
-#: What may be unusable on this machine, and words of its one error.
+#: Plugins that this machine may be unable to use -> words of the error.
 UNUSABLE = {
     "cuda": "geartrain-cuda[cuda] cannot be used here",
     "mps": "geartrain-mps[mps] cannot be used here",
     "horovod": "not installed",
 }
-#: How each command is tried; the fits try ``fit``.
+#: The command line that tests each command; the fits test ``fit``.
 COMMANDS = {
     **{name: ["target.py", "--help"] for name in ("fit", "validate", "test", "predict")},
     "explain": ["target.py", "--accelerator", "cpu"],
@@ -56,9 +57,9 @@ COMMANDS = {
     "conformance": ["single", "--devices", "1", "-k", "metadata"],
     "new": ["plugin", "mine", "--output", "mine"],
 }
-#: The exit codes that a command may have: doctor ends with 1 if something of this machine must be fixed.
+#: Accepted exit codes of a command: doctor ends with 1 if this machine needs a fix.
 CODES = {"doctor": (0, 1)}
-#: Packages that an example of core needs beside core.
+#: Packages that an example needs in addition to core.
 DIGITS = Requirement("scikit-learn")
 TARGET = """
 import torch
@@ -107,9 +108,10 @@ import geartrain as gt
 sys.path.insert(0, sys.argv[1])
 from digits import Digits, DigitsData
 
-gt.Trainer(accelerator="cpu", max_epochs=2, seed=1, output="digits").fit(Digits(), datamodule=DigitsData())
+trainer = gt.Trainer(accelerator="cpu", max_epochs=2, seed=1, output="digits")
+trainer.fit(Digits(), datamodule=DigitsData())
 """
-#: A loop of the user's own, for geartrain-session.
+#: A user's own loop, for geartrain-session.
 LOOP = """
 import torch
 import geartrain as gt
@@ -121,7 +123,7 @@ with gt.Session(accelerator="cpu") as session:
     optimizer.step()
     print("steps:", session.global_step)
 """
-#: The names of tools that users of core alone may ask for -> the distribution of the install line.
+#: Names of tools that a user of core alone may import -> the distribution in the install line.
 TOOLS = {
     "geartrain.Session": "geartrain-session",
     "geartrain.Fabric": "geartrain-session",
@@ -143,7 +145,7 @@ TOOL_COMMANDS = {
 
 
 def call(*command, cwd=None, may_fail=False, seconds=300):
-    """Run a command; the finished process."""
+    """Run a command; return the finished process."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -171,7 +173,7 @@ def call(*command, cwd=None, may_fail=False, seconds=300):
 
 
 class Packages:
-    """What is installed in the shared folder, by name."""
+    """The packages in the shared folder, by name."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -190,7 +192,12 @@ class Packages:
     def required(
         self, requirement: Requirement, own: dict[str, Distribution], seen: set[tuple[str, str]]
     ):
-        """Return the names of all packages that a requirement needs. ``own`` are this repository's distributions; ``seen`` grows."""
+        """Return the names of all packages that a requirement needs.
+
+        Args:
+            own: this repository's distributions.
+            seen: names found so far; it grows.
+        """
         name = canonicalize_name(requirement.name)
         found = own.get(name) or self._known[name]
         for extra in ("", *requirement.extras):
@@ -204,13 +211,13 @@ class Packages:
         return {name for name, _ in seen}
 
     def link(self, name: str, there: Path):
-        """Make a package importable, and found by pip, in the folder ``there``."""
+        """Link a package into the folder ``there``, so that Python and pip find it."""
         found = self._known[name]
         for top in self._tops(found):
             if self._owners[top] == 1:
                 (there / top).symlink_to(self.folder / top)
                 continue
-            for file in found.files:  # a namespace that several share
+            for file in found.files:  # several distributions may share a namespace
                 if file.parts[0] == top:
                     (there / file).parent.mkdir(parents=True, exist_ok=True)
                     (there / file).symlink_to(self.folder / file)
@@ -228,7 +235,7 @@ def environment(
     own: dict[str, Distribution],
     packages: Packages,
 ):
-    """Make an environment in which pip has installed requirements from their wheels; its folder of commands."""
+    """Create an environment in which pip installs wheels; return its folder of commands."""
     call(sys.executable, "-m", "venv", "--without-pip", folder)
     scheme = {"base": str(folder), "platbase": str(folder)}
     for name in (
@@ -236,7 +243,7 @@ def environment(
     ):
         packages.link(name, purelib(folder))
     scripts = Path(sysconfig.get_path("scripts", "venv", scheme))
-    # --no-index: what it declares is in the folder of wheels, or it is linked already; otherwise pip says what is missing.
+    # --no-index: requirements are in the folder of wheels or linked; pip reports missing ones.
     install = ("install", "--quiet", "--no-index", "--find-links", wheels, *requirements)
     call(
         sys.executable,
@@ -261,14 +268,13 @@ def check(
     own: dict[str, Distribution],
     packages: Packages,
 ):
-    """Install a distribution and try each of its plugins and commands. Return the line to print."""
+    """Install a distribution and test its plugins and commands. Return the line to print."""
     begun = time.monotonic()
     folder.mkdir()
     (folder / "target.py").write_text(TARGET, encoding="utf-8")
     is_alone = str(requirement) == "geartrain"
-    requirements = (
-        [requirement] if is_alone else [requirement, Requirement("geartrain-cli")]
-    )  # with which the others are tried
+    # geartrain-cli runs the plugins of the other distributions.
+    requirements = [requirement] if is_alone else [requirement, Requirement("geartrain-cli")]
     scripts = environment(folder / "venv", requirements, wheels, own, packages)
     name = canonicalize_name(requirement.name)
     installed = (
@@ -289,7 +295,8 @@ def check(
         for kind in GROUPS.values()
     }
     if is_alone:
-        return f"{requirement}: {', '.join(alone(scripts, folder, packages))}, {time.monotonic() - begun:.0f} s"
+        facts = ", ".join(alone(scripts, folder, packages))
+        return f"{requirement}: {facts}, {time.monotonic() - begun:.0f} s"
     said = []
     for one in names["strategy"]:
         ranks = [] if one == "single" else ["--devices", "2"]
@@ -323,7 +330,7 @@ def check(
 
 
 def extras(own: dict[str, Distribution], requirement: Requirement):
-    """Return the names of the distributions that the extras of a requirement ask for."""
+    """Return the names of the distributions in the extras of a requirement."""
     lines = [Requirement(line) for line in own[canonicalize_name(requirement.name)].requires or ()]
     wanted = [
         line.name
@@ -334,7 +341,7 @@ def extras(own: dict[str, Distribution], requirement: Requirement):
 
 
 def alone(scripts: Path, folder: Path, packages: Packages):
-    """Train the digits with core alone, and ask for each tool. Yield what to print."""
+    """Train the digits example with core alone, and import each tool. Yield facts to print."""
     for name in packages.required(DIGITS, {}, set()):
         with contextlib.suppress(FileExistsError):
             packages.link(name, purelib(folder / "venv"))
@@ -356,7 +363,10 @@ def alone(scripts: Path, folder: Path, packages: Packages):
 
 
 def missing_commands(scripts: Path, folder: Path):
-    """Ask the command line alone for each command of another distribution, and for manual optimisation. Return what to print."""
+    """Call commands of other distributions, and manual optimisation, without them installed.
+
+    Return facts to print.
+    """
     for command, home in TOOL_COMMANDS.items():
         done = call(scripts / "geartrain", command, cwd=folder, may_fail=True)
         said = (
@@ -370,14 +380,17 @@ def missing_commands(scripts: Path, folder: Path):
         cwd=folder,
         may_fail=True,
     )
-    said = "Manual.automatic_optimization is False, which geartrain-manual runs.\nFix: pip install geartrain-manual\n"
+    said = (
+        "Manual.automatic_optimization is False, which geartrain-manual runs.\n"
+        "Fix: pip install geartrain-manual\n"
+    )
     assert done.returncode == 2, done.stderr
     assert done.stderr.endswith(said), done.stderr
     return f"{len(TOOL_COMMANDS)} commands and manual optimisation that are missing"
 
 
 def added_target(folder: Path, plugin: str):
-    """Write the target whose module gets a plugin of ``ADDED``, and return its name."""
+    """Write a target whose module needs a plugin of ``ADDED``; return its name."""
     changed = TARGET.replace(
         "class Line(gt.Module):", "class Manual(gt.Module):\n    automatic_optimization = False\n"
     )
@@ -387,7 +400,7 @@ def added_target(folder: Path, plugin: str):
 
 
 def fit(scripts: Path, folder: Path, chosen: list[str], label: str, target: str = "target.py"):
-    """Train two steps. Return what to print. If this machine cannot use it, its own error must say so."""
+    """Train two steps. Return facts to print. If the machine cannot run it, check the error."""
     output = folder / f"run of {label}"
     done = call(
         scripts / "geartrain",
