@@ -76,8 +76,8 @@ MUTATIONS = [
     Mutation(
         "loop",
         f"{CORE}/loop/fit.py",
-        "loss = loss if size == 1 else loss / size",
-        "loss = loss + 0",
+        "loss / size",
+        "loss + 0",
         "accumulated gradients are a sum",
     ),
     Mutation(
@@ -135,7 +135,7 @@ MUTATIONS = [
         f"{PARALLEL}/sharding.py",
         'if type(batches) is BatchSampler and stage != "predict":',
         "if type(batches) is BatchSampler:",
-        "predictions come in another order than from one process",
+        "predictions have another order than in one process",
     ),
     Mutation(
         "sharding",
@@ -155,8 +155,8 @@ MUTATIONS = [
     Mutation(
         "metrics",
         f"{CORE}/metrics/store.py",
-        "            self._metrics[name].last = (0.0, 0)\n",
-        "            pass\n",
+        ".last = (0.0, 0)\n",
+        ".last += ()\n",
         "a value of an earlier step is reported again",
     ),
     Mutation(
@@ -171,7 +171,7 @@ MUTATIONS = [
         "plugins/torchmetrics/src/geartrain_torchmetrics/objects.py",
         "[metric for metric, _ in objects.values()]",
         "[metric for metric, on_epoch in objects.values() if on_epoch]",
-        "a metric that is logged by steps alone keeps what earlier epochs gave it",
+        "a metric that is logged only by steps keeps its state of earlier epochs",
     ),
     Mutation(
         "metrics",
@@ -184,8 +184,8 @@ MUTATIONS = [
     Mutation(
         "checkpoint",
         f"{CORE}/checkpoint/checkpoints.py",
-        "        run.hooks.barrier(run=run)  #",
-        "        pass  #",
+        "if run.world.size > 1:",
+        "if False:",
         "a rank reads a file that rank 0 still writes",
     ),
     Mutation(
@@ -207,7 +207,7 @@ MUTATIONS = [
         f"{CORE}/checkpoint/training_state.py",
         'run.step, run.epoch, run.batches_seen = fit["step"], fit["epoch"], fit["batches_seen"]',
         'run.step, run.epoch = fit["step"], fit["epoch"]',
-        "a validation interval across epochs begins again",
+        "a validation interval across epochs starts from scratch",
     ),
     Mutation(
         "checkpoint",
@@ -222,14 +222,14 @@ MUTATIONS = [
         f"{PARALLEL}/launching.py",
         "node * local_size + i,",
         "i * nodes + node,",
-        "on several nodes a rank's number is another than its local rank says",
+        "on several nodes a rank's number does not fit its local rank",
     ),
     Mutation(
         "launch",
         f"{PARALLEL}/nodes.py",
         "if int(text) >= num_nodes:",
         "if int(text) > num_nodes:",
-        "a node numbered from 1 waits for ever",
+        "a node numbered from 1 waits without end",
     ),
     Mutation(
         "launch",
@@ -258,7 +258,7 @@ MUTATIONS = [
         f"{DDP}/strategy.py",
         "if last or not isinstance(",
         "if first or not isinstance(",
-        "with accumulation ranks take steps by different gradients",
+        "with accumulation, ranks use different gradients",
     ),
     Mutation(
         "ddp",
@@ -271,16 +271,16 @@ MUTATIONS = [
     Mutation(
         "ddp",
         f"{DDP}/strategy.py",
-        "world_size=place.size, timeout=self.timeout)",
-        "world_size=place.size)",
+        "world_size=place.size, timeout=self.timeout",
+        "world_size=place.size",
         "a run whose rank hangs ends after half an hour, whatever its timeout",
     ),
     Mutation(
         "ddp",
         f"{PARALLEL}/collectives.py",
-        ".div_(run.world.size)",
-        "",
-        "manual optimisation steps by the sum over ranks",
+        ".div_(",
+        ".sub_(0 * ",
+        "manual optimisation uses the sum over ranks",
     ),
     Mutation(
         "ddp",
@@ -314,16 +314,16 @@ MUTATIONS = [
     Mutation(
         "spawn",
         f"{SPAWN}/pickles.py",
-        "obj.storage_offset(), obj.shape",
-        "0, obj.shape",
-        "a view comes back as the beginning of its tensor",
+        "obj.storage_offset(),",
+        "0,",
+        "a view is returned as the beginning of its tensor",
     ),
     Mutation(
         "spawn",
         f"{SPAWN}/starter.py",
         "verdict = self._supervisor.judge(left=left)",
         "verdict = self._supervisor.judge()",
-        "the error is of a rank that lost its connection, not of the one that left",
+        "the error names a rank that lost its connection, not the rank that exited",
     ),
     # --- bagua ---
     Mutation(
@@ -331,7 +331,7 @@ MUTATIONS = [
         f"{BAGUA}/algorithms/decentralized.py",
         "number=self.steps // self.communication_interval",
         "number=self.steps",
-        "shift_one with an interval meets the same partners only",
+        "shift_one with an interval always has the same partners",
     ),
     Mutation(
         "bagua",
@@ -558,7 +558,7 @@ def try_all(folder, only, seconds, arguments):
     """Try mutations; True if each was caught."""
     if changes := git("status", "--porcelain", "--", *(str(path) for path in SOURCES)):
         sys.exit(
-            "the source has uncommitted changes, which could not be distinguished from a mutation:\n"
+            "the source has uncommitted changes; a mutation could not be distinguished from them:\n"
             f"{changes}"
         )
     measured, results = Measured(folder), {}
