@@ -41,7 +41,7 @@ _NEXT = "\x1e"
 
 
 class Wrong(Exception):
-    """A block does not do what the page shows."""
+    """A block does not behave as the page shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ def run_page(page: Path, folder: Path) -> None:
     """Run the blocks of a page in ``folder``, which becomes the working folder.
 
     Raises:
-        Wrong: names the place of the first block that does not do what the page shows.
+        Wrong: names the place of the first block that does not behave as the page shows.
     """
     os.chdir(folder)
     sys.path.insert(0, "")

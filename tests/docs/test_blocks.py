@@ -1,4 +1,4 @@
-"""README.md and every page of docs/: each code block does what the page shows."""
+"""README.md and every page of docs/: each code block behaves as the page shows."""
 
 import contextlib
 import functools

@@ -172,7 +172,7 @@ def test_graph_is_written_on_request_and_changes_nothing(tmp_path):
     assert any("Linear" in node.name for node in graph.node)
     assert all(
         torch.equal(a, b) for a, b in zip(plain.parameters(), with_graph.parameters(), strict=True)
-    )  # also the random numbers
+    )  # the random numbers are equal too
 
 
 class Untraceable(Net):

@@ -330,11 +330,9 @@ def _overrides(callback: Any, name: str) -> bool:
 
 def _as_module_hook(run: Run, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a callback's method as a function with the arguments of the module's hook."""
-    trainer, module, parameters = (
-        run.trainer,
-        run.module,
-        inspect.signature(method).parameters.values(),
-    )
+    trainer = run.trainer
+    module = run.module
+    parameters = inspect.signature(method).parameters.values()
     evaluates = name.endswith(("_batch_start", "_batch_end")) and not name.startswith("on_train_")
     full = 6 if name.endswith("_end") else 5
     takes_all = len(parameters) >= full or any(p.kind is p.VAR_POSITIONAL for p in parameters)

@@ -64,10 +64,8 @@ class EarlyStopping:
             raise UsageError(f"early_stopping: min_delta={min_delta!r} must not be below 0.")
         self.monitor, self.min_delta, self.patience, self.mode = monitor, min_delta, patience, mode
         self.check_finite, self.strict, self.verbose = check_finite, strict, verbose
-        self.stopping_threshold, self.divergence_threshold = (
-            stopping_threshold,
-            divergence_threshold,
-        )
+        self.stopping_threshold = stopping_threshold
+        self.divergence_threshold = divergence_threshold
         self._check_on_train_epoch_end = check_on_train_epoch_end
         self._at_epoch_end = self._asked = self._warned = False
         #: The best value so far.

@@ -53,12 +53,10 @@ class EMA:
                 raise UsageError(
                     f"ema: {name}={value!r} must be a whole number of steps, at least {least}."
                 )
-        self.decay, self.every, self.start_step, self.validate = (
-            float(decay),
-            every,
-            start_step,
-            validate,
-        )
+        self.decay = float(decay)
+        self.every = every
+        self.start_step = start_step
+        self.validate = validate
         #: Updates done.
         self.updates = 0
         self._loaded: dict[str, torch.Tensor] | None = None

@@ -43,11 +43,9 @@ class LearningRateMonitor:
             raise UsageError(
                 f"lr_monitor: logging_interval={logging_interval!r}. Fix: 'step', 'epoch' or None"
             )
-        self.logging_interval, self.log_momentum, self.log_weight_decay = (
-            logging_interval,
-            log_momentum,
-            log_weight_decay,
-        )
+        self.logging_interval = logging_interval
+        self.log_momentum = log_momentum
+        self.log_weight_decay = log_weight_decay
         self._named: list[tuple[str, Optimizer, str]] = []
         self._ahead: dict[str, Any] = {}
 

@@ -136,12 +136,10 @@ class ModelCheckpoint:
                 "save_on_train_epoch_end by epochs. "
                 "Fix: leave one out, or two of them with a filename each"
             )
-        self.monitor, self.mode, self.save_top_k, self.save_last = (
-            monitor,
-            mode,
-            save_top_k,
-            save_last,
-        )
+        self.monitor = monitor
+        self.mode = mode
+        self.save_top_k = save_top_k
+        self.save_last = save_last
         self.dirpath = (
             None
             if dirpath is None
@@ -153,14 +151,11 @@ class ModelCheckpoint:
                 "model_checkpoint: filename='last' is what save_last saves. Fix: another name"
             )
         self.auto_insert_metric_name, self.verbose = auto_insert_metric_name, verbose
-        self._epochs, self._steps, self._asked_when = (
-            every_n_epochs or 1,
-            every_n_train_steps,
-            save_on_train_epoch_end,
-        )
-        self._on = self._at_epoch_end = self._validated = self._expected = self._warned = (
-            self._looked
-        ) = False
+        self._epochs = every_n_epochs or 1
+        self._steps = every_n_train_steps
+        self._asked_when = save_on_train_epoch_end
+        self._on = self._at_epoch_end = self._looked = False
+        self._validated = self._expected = self._warned = False
         #: True if the last check found no value for the current weights.
         self._owed = False
         #: The score of the best file.
@@ -220,11 +215,9 @@ class ModelCheckpoint:
             return [] if folder is None else sorted(folder.rglob("*.ckpt"))
         if self._last:
             return [Path(self.last_model_path)]
-        return (
-            list(filter(is_last, sorted(folder.glob("last*.ckpt"))))
-            if self.save_last and folder is not None
-            else []
-        )
+        if not self.save_last or folder is None:
+            return []
+        return list(filter(is_last, sorted(folder.glob("last*.ckpt"))))
 
     # --- when to check ---------------------------------------------------------------------------
 
@@ -443,13 +436,10 @@ class ModelCheckpoint:
                 return _Turn(last=last if due else "", missing=missing, owed=True)
         if not self._is_among_the_best(score):
             return _Turn(last=last)
-        drop = (
-            self._kth_best()
-            if self.monitor is not None
-            else self._best
-            if self.save_top_k == 1
-            else ""
-        )
+        if self.monitor is not None:
+            drop = self._kth_best()
+        else:
+            drop = self._best if self.save_top_k == 1 else ""
         try:
             name = fill(
                 self.filename,
@@ -544,11 +534,9 @@ class ModelCheckpoint:
         )
         scores = {check_name(name): float(score) for name, score in state["best_k_models"].items()}
         old = [check_name(name) for name in state["replaced"]]
-        self._identity, self._output, self.best_model_score = (
-            str(state["identity"]),
-            str(state["output"]),
-            state["best_model_score"],
-        )
+        self._identity = str(state["identity"])
+        self._output = str(state["output"])
+        self.best_model_score = state["best_model_score"]
         self._best, self._last, self._scores, self._old = best, last, scores, old
         self._owed = bool(state.get("owed"))
         self._where = self._planned  # a fit in another process wrote its files to that folder

@@ -44,12 +44,10 @@ class Norms:
             isinstance(every, bool) or not isinstance(every, int) or every < 1
         ):
             raise UsageError(f"norms: every={every!r} must be a whole number of steps, at least 1.")
-        self.gradients, self.parameters, self.per_parameter, self.every = (
-            gradients,
-            parameters,
-            per_parameter,
-            every,
-        )
+        self.gradients = gradients
+        self.parameters = parameters
+        self.per_parameter = per_parameter
+        self.every = every
 
     @hookimpl(wrapper=True)
     def clip_gradients(self, run: Run) -> Generator[None, Any, Any]:

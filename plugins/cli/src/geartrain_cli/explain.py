@@ -82,11 +82,9 @@ def _batch_size(plan: Plan) -> tuple[str, str]:
 
 
 def _label(choice: PluginInfo) -> str:
-    return (
-        f"{choice.name} ({choice.distribution} {choice.version})"
-        if choice.distribution
-        else choice.name
-    )
+    if not choice.distribution:
+        return choice.name
+    return f"{choice.name} ({choice.distribution} {choice.version})"
 
 
 def _print_hooks(console: Console, hooks: Hooks) -> None:

@@ -218,10 +218,8 @@ def compute(run: Run, name: str, metric: Any) -> float:
     """
     before = metric.dist_sync_fn, metric.distributed_available_fn
     if metric.dist_sync_fn is None:
-        metric.dist_sync_fn, metric.distributed_available_fn = (
-            partial(_gather, run),
-            lambda: run.world.size > 1,
-        )
+        metric.dist_sync_fn = partial(_gather, run)
+        metric.distributed_available_fn = lambda: run.world.size > 1
     try:
         value = metric.compute()
     finally:
