@@ -46,7 +46,7 @@ def test_the_trainers_signature_repeats_what_options_and_arguments_say():
     assert written == {**defaults, "max_epochs": None, "fast_dev_run": False}
 
 
-# --- numbers -------------------------------------------------------------------------------------------------------------
+# --- numbers --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_seed_is_in_numpys_range(value):
     refused("seed", repr(value), seed=value)
 
 
-# --- what follows from what ----------------------------------------------------------------------------------------------
+# --- what follows from what -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_sanity_check_is_limited_by_its_own_steps():
     assert options(num_sanity_val_steps=-1).limit("sanity_check") is None
 
 
-# --- names ---------------------------------------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ class Plans:
         return self.layout
 
 
-# --- accelerator ---------------------------------------------------------------------------------------------------------
+# --- accelerator ----------------------------------------------------------------------------------
 
 
 def test_auto_takes_the_cpu_where_there_is_nothing_else():
@@ -153,7 +153,7 @@ def test_object_that_is_no_accelerator(given):
     refused("priority", "unavailable()", "device_count()", accelerator=given)
 
 
-# --- accelerators that answer wrongly ------------------------------------------------------------------------------------
+# --- accelerators that answer wrongly -------------------------------------------------------------
 
 CHIP = """
 class Chip:
@@ -261,7 +261,7 @@ def test_assumed_accelerator_is_not_asked_but_must_be_comparable(dists):
     refused("acme-odd[odd]", "priority is 'high'", assume={"npu": 3, "odd": 1})
 
 
-# --- several that are usable, and such as are not installed --------------------------------------------------------------
+# --- several that are usable, and such as are not installed ---------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -409,7 +409,7 @@ def test_accelerator_that_is_not_there(dists, typed, words):
     refused(*words, accelerator=typed)
 
 
-# --- assumed hardware ----------------------------------------------------------------------------------------------------
+# --- assumed hardware -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("accelerator", ["cuda", "gpu", "auto"])
@@ -432,7 +432,7 @@ def test_assumed_accelerator_must_be_installed(accelerator):
     refused("pip install geartrain-cuda", accelerator=accelerator, assume={"cuda": 8})
 
 
-# --- strategy ------------------------------------------------------------------------------------------------------------
+# --- strategy -------------------------------------------------------------------------------------
 
 
 def test_one_device_takes_single_and_says_so(dists):
@@ -532,7 +532,7 @@ def test_num_nodes_is_a_whole_number_above_zero(num_nodes):
     refused("num_nodes", repr(num_nodes), accelerator="cpu", num_nodes=num_nodes)
 
 
-# --- the plan ------------------------------------------------------------------------------------------------------------
+# --- the plan -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -631,7 +631,7 @@ def test_an_unknown_precision_is_refused(given):
     refused(f"precision={given!r}", "is not known", "32-true", precision=given)
 
 
-# --- check_plan ----------------------------------------------------------------------------------------------------------
+# --- check_plan -----------------------------------------------------------------------------------
 
 
 class Watches:

@@ -23,7 +23,7 @@ import geartrain as gt
 from geartrain import TrainingError, UsageError, hookimpl
 from geartrain.callbacks import Callback
 
-# --- attributes ----------------------------------------------------------------------------------------------------------
+# --- attributes -----------------------------------------------------------------------------------
 
 
 def test_attributes_before_a_run():
@@ -80,7 +80,7 @@ def test_fit_twice_trains_on():
     assert (one.global_step, one.current_epoch) == (12, 2)
 
 
-# --- the module, attached and detached -----------------------------------------------------------------------------------
+# --- the module, attached and detached ------------------------------------------------------------
 
 
 def test_outside_a_run():
@@ -162,7 +162,7 @@ def test_a_copy_made_during_a_run_leaves_the_run_behind():
         _ = net.copied.trainer
 
 
-# --- DataModule ----------------------------------------------------------------------------------------------------------
+# --- DataModule -----------------------------------------------------------------------------------
 
 
 class Data(gt.DataModule):
@@ -248,7 +248,7 @@ def test_wrong_datamodules(train, datamodule, words):
         trainer().fit(Net(), train, datamodule=datamodule)
 
 
-# --- checks before anything starts ---------------------------------------------------------------------------------------
+# --- checks before anything starts ----------------------------------------------------------------
 
 
 class NoStep(gt.Module):
@@ -325,7 +325,7 @@ def test_a_plugin_may_refuse_the_plan():
     assert calls == []
 
 
-# --- fast_dev_run --------------------------------------------------------------------------------------------------------
+# --- fast_dev_run ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("tries", "batches"), [(True, 1), (3, 3)])
@@ -349,7 +349,7 @@ def test_fast_dev_run_tries_a_few_batches_of_everything_and_writes_nothing(
     assert not (tmp_path / "run").exists()
 
 
-# --- plugins -------------------------------------------------------------------------------------------------------------
+# --- plugins --------------------------------------------------------------------------------------
 
 FILE = """
 from geartrain import hookimpl
@@ -438,7 +438,7 @@ def test_an_unknown_option_of_a_file_names_the_nearest(file):
         trainer(plugins=str(file(FILE)), plugin_options={"plugin_of_a_test": {"strat": 1}})
 
 
-# --- errors and teardown -------------------------------------------------------------------------------------------------
+# --- errors and teardown --------------------------------------------------------------------------
 
 
 class Watch:
@@ -585,7 +585,7 @@ def test_an_error_in_a_teardown_hook(hook, failed):
         assert any("Broken: by the plugin" in note for note in caught.value.__notes__)
 
 
-# --- the world -----------------------------------------------------------------------------------------------------------
+# --- the world ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -639,7 +639,7 @@ def test_what_is_tested_after_fit_says_at_which_step():
     assert one.global_step == 4  # a fit counts from 0
 
 
-# --- methods that cannot be called ---------------------------------------------------------------------------------------
+# --- methods that cannot be called ----------------------------------------------------------------
 
 
 def test_a_step_that_is_none_is_no_step():
@@ -775,7 +775,7 @@ def test_a_method_that_needs_the_loaders_number_needs_several_loaders(name):
             trainer().validate(without(), [loader(), loader()])
 
 
-# --- methods whose call runs nothing -------------------------------------------------------------------------------------
+# --- methods whose call runs nothing --------------------------------------------------------------
 
 
 async def waits(*arguments): ...

@@ -1,7 +1,7 @@
 """geartrain: a minimal PyTorch training loop that fires pluggy hooks.
 
-``import geartrain`` is cheap: torch is imported when a name that needs it is first used, so that listing plugins,
-completing a command line or reading the version never pays for it.
+torch is imported when a name that needs it is first used, so that ``import geartrain``, listing
+plugins and completing a command line are fast.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from geartrain._version import __version__
 from geartrain.errors import GeartrainError, TrainingError, UsageError, panel as _panel
 from geartrain.hookspecs import hookimpl, hookspec
-from geartrain.launch import rerun_command as _rerun_command  # noqa: F401 (reads where the program started, before it changes its folder)
+from geartrain.launch import rerun_command as _rerun_command  # noqa: F401 (reads the start folder)
 
 if TYPE_CHECKING:
     from geartrain.data.seeding import seed_everything
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     LightningModule = Module
     LightningDataModule = DataModule
 
-# Public name -> the module that has it (and its name there, where users of Lightning know it by another).
+# Public name -> its module, and its name there if the public name is Lightning's.
 _LAZY = {
     "DataModule": "geartrain.module.module",
     "Fabric": "geartrain_session:Session",
@@ -80,9 +80,8 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         from geartrain.errors.hints import write_instead
 
-        raise AttributeError(
-            f"module 'geartrain' has no attribute {name!r}{write_instead('geartrain', name)}"
-        )
+        instead = write_instead("geartrain", name)
+        raise AttributeError(f"module 'geartrain' has no attribute {name!r}{instead}")
     module, _, attribute = _LAZY[name].partition(":")
     if module.startswith("geartrain_"):
         from geartrain.planning.lazy_exports import import_from

@@ -1,3 +1,3 @@
-"""The one place that holds the version; every plugin of this repository carries the same."""
+"""The version of core and of every plugin of this repository."""
 
 __version__ = "0.1.0"

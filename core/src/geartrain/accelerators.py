@@ -1,4 +1,4 @@
-"""``from geartrain.accelerators import CUDAAccelerator``: classes and helpers of whatever is installed, found by entry points."""
+"""``from geartrain.accelerators import CUDAAccelerator``: installed accelerators and helpers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``from geartrain.callbacks import EarlyStopping``: the callbacks of the distribution geartrain-callbacks."""
+"""``from geartrain.callbacks import EarlyStopping``: names of geartrain-callbacks."""
 
 from __future__ import annotations
 

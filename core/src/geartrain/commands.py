@@ -9,7 +9,11 @@ from geartrain.planning.lazy_exports import import_from
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command, and return its exit code: 0 done, 1 the run failed, 2 wrong usage."""
+    """Run one command.
+
+    Returns:
+        The exit code: 0 done, 1 the run failed, 2 wrong usage.
+    """
     try:
         command_line = import_from("geartrain_cli", "the command line")
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""``from geartrain.loggers import TensorBoard``: classes of whatever loggers are installed, found by their entry points."""
+"""``from geartrain.loggers import TensorBoard``: the classes of installed loggers."""
 
 from __future__ import annotations
 

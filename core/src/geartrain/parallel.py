@@ -1,4 +1,4 @@
-"""``from geartrain.parallel import launch``: what strategies of several processes share, of the distribution geartrain-parallel."""
+"""``from geartrain.parallel import launch``: names of the distribution geartrain-parallel."""
 
 from __future__ import annotations
 

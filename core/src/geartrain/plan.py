@@ -1,4 +1,4 @@
-"""The Plan: which accelerator, devices, strategy, processes, precision, batch sizes and plugins, and why."""
+"""The Plan: accelerator, devices, strategy, processes, precision, batch sizes and plugins."""
 
 from __future__ import annotations
 
@@ -18,18 +18,8 @@ if TYPE_CHECKING:
 
 #: Single hooks whose defaults are right for one process only.
 _OF_SEVERAL_PROCESSES = (
-    *(
-        "launch",
-        "setup_process_group",
-        "make_ranks",
-        "shard_dataloader",
-        "wrap_model",
-        "log_sync",
-        "all_gather",
-        "broadcast",
-        "barrier",
-    ),
-    "teardown_process_group",
+    *("launch", "setup_process_group", "make_ranks", "shard_dataloader", "wrap_model", "log_sync"),
+    *("all_gather", "broadcast", "barrier", "teardown_process_group"),
 )
 
 
@@ -53,14 +43,9 @@ class Layout:
 
     def is_whole(self) -> bool:
         """True if both are whole numbers above 0."""
-        numbers = [
-            self.devices_per_process,
-            1 if self.processes_per_node is None else self.processes_per_node,
-        ]
-        return all(
-            isinstance(number, int) and not isinstance(number, bool) and number > 0
-            for number in numbers
-        )
+        processes = 1 if self.processes_per_node is None else self.processes_per_node
+        numbers = (self.devices_per_process, processes)
+        return all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +65,14 @@ class Plan:
     options: Options
     #: Samples in one batch of the training loader; ``None`` until the loader is known.
     loader_batch_size: int | None = None
-    #: The module's arguments and, as ``data.NAME``, the DataModule's; see :mod:`geartrain.module.hparams`. Empty until they are known.
+    #: The module's arguments and, as ``data.NAME``, the DataModule's. Empty until they are known.
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
     #: The run's folder, or ``None``. A plugin that writes there reads it in ``check_plan``.
     output: Path | None = None
-    #: True if ``fit`` resumes a run that stopped. The files of that run exist, and are continued.
+    #: True if ``fit`` resumes a run that stopped, and continues the files of that run.
     resumes: bool = False
-    #: True if it is for hardware that this machine lacks: it can only be explained, and missing hardware is no reason to refuse it.
+    #: True if it is for hardware that this machine lacks: it can be explained, but not run, so a
+    #: plugin must not refuse it for missing hardware.
     assumed: bool = False
     #: Changes by the strategy that users must know, from its method ``notes(plan)``: what -> how.
     notes: Mapping[str, str] = field(default_factory=dict)
@@ -105,7 +91,7 @@ class Plan:
 
     @property
     def global_batch(self) -> int | None:
-        """Samples that one optimizer step sees, over all devices, nodes and accumulated micro-batches."""
+        """Samples that one optimizer step sees, over all processes and micro-batches."""
         if self.loader_batch_size is None or self.processes is None:
             return None
         return self.loader_batch_size * self.processes * self.options.accumulate_grad_batches
@@ -137,13 +123,14 @@ def make_plan(
     num_nodes: int,
     **rest: Any,
 ) -> Plan:
-    """Ask the strategy for its processes and put the plan together."""
+    """Ask the strategy for its processes and make the plan."""
     layout = hooks.plan_processes(request=PlanRequest(accelerator.name, devices, num_nodes))
     if not isinstance(layout, Layout) or not layout.is_whole():
         owner = hooks.owner("plan_processes")
         raise UsageError(
-            f"{owner.label if owner else 'geartrain'}: plan_processes returned {layout!r}. "
-            "Fix: return geartrain.Layout(processes_per_node, devices_per_process), of whole numbers above 0"
+            f"{owner.label if owner else 'geartrain'}: plan_processes returned {layout!r}. Fix: "
+            "return geartrain.Layout(processes_per_node, devices_per_process), of whole numbers "
+            "above 0"
         )
     plan = Plan(
         accelerator=accelerator,
@@ -158,30 +145,25 @@ def make_plan(
 
 
 def check_joins(plan: Plan, hooks: Hooks) -> None:
-    """Refuse a strategy of several processes that leaves a hook to core's default, which is made for one process.
+    """Refuse a strategy of several processes that leaves a hook to core's default for one process.
 
     Raises:
         UsageError: it never joins the processes, or lacks the hooks with which they work together.
     """
     if plan.processes == 1:
         return
-    count = (
-        "as many processes as its launcher starts"
-        if plan.processes is None
-        else f"{plan.processes} processes"
-    )
-    missing = [
-        hook
-        for hook in _OF_SEVERAL_PROCESSES
-        if (owner := hooks.owner(hook)) is None or owner.kind == "default"
-    ]
+    owners = {hook: hooks.owner(hook) for hook in _OF_SEVERAL_PROCESSES}
+    missing = [hook for hook, own in owners.items() if own is None or own.kind == "default"]
+    count = "as many" if plan.processes is None else plan.processes
+    plans = f"{plan.strategy.label} plans {count} processes"
+    plans += " as its launcher starts" if plan.processes is None else ""
     if "setup_process_group" in missing:
         raise UsageError(
-            f"{plan.strategy.label} plans {count} but has no setup_process_group: each would train alone. "
-            "Fix: join them there, or plan_processes with Layout(1, devices_per_process), or devices=1"
+            f"{plans} but has no setup_process_group: each would train alone. Fix: join them "
+            "there, or plan_processes with Layout(1, devices_per_process), or devices=1"
         )
     if missing:
         raise UsageError(
-            f"{plan.strategy.label} plans {count} and does not implement {', '.join(missing)}. "
-            "Fix: extend geartrain.parallel.ProcessGroupStrategy (pip install geartrain-parallel), or implement them"
+            f"{plans} and does not implement {', '.join(missing)}. Fix: extend geartrain.parallel."
+            "ProcessGroupStrategy (pip install geartrain-parallel), or implement them"
         )

@@ -1,4 +1,4 @@
-"""``from geartrain.strategies import DDPStrategy``: strategy classes of whatever is installed, found by their entry points."""
+"""``from geartrain.strategies import DDPStrategy``: the classes of installed strategies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``from geartrain.testing import run_plugin``: what plugins are tested with, of the distribution geartrain-testing."""
+"""``from geartrain.testing import run_plugin``: names of the distribution geartrain-testing."""
 
 from __future__ import annotations
 

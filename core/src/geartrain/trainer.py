@@ -1,4 +1,4 @@
-"""Trainer: fit, validate, test, predict. Plans when it is made; each call then goes plan -> launch -> worker."""
+"""Trainer: fit, validate, test, predict. Each call goes from the plan to launch to the worker."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from geartrain.planning.registry import Registry
 class Trainer(RankProperties):
     """Trains a module.
 
-    A Trainer checks and plans everything when it is made, before anything starts; ``trainer.plan`` shows the plan.
+    ``__init__`` checks and plans everything before anything starts; ``trainer.plan`` is the plan.
 
     Args:
         accelerator: ``"auto"``, ``"gpu"``, the name of an accelerator, or an object.
@@ -82,10 +82,10 @@ class Trainer(RankProperties):
         assume: device counts to plan with (``{"cuda": 8}``); such a trainer can only explain.
 
     Raises:
-        UsageError: anything that cannot work.
+        UsageError: arguments that cannot work.
     """
 
-    #: The last run's.
+    #: The DataModule of the last run.
     datamodule: DataModule | None = None
 
     def __init__(
@@ -128,10 +128,8 @@ class Trainer(RankProperties):
         arguments = dict(locals())
         refuse_unknown("Trainer", unknown, Trainer)
         options = Options.of(arguments)
-        if seed is not None:
-            seed_everything(
-                seed
-            )  # now, so that a module made after this trainer has the seed's weights
+        if seed is not None:  # now, so that a module made after this trainer has the seed's weights
+            seed_everything(seed)
         self._block, self._assume = list(block), dict(assume or {})
         self.registry, self.cluster = Registry(block), detect()
         self._parts, self.hooks, self.plan = build_components(
@@ -140,7 +138,7 @@ class Trainer(RankProperties):
         self.output = self.plan.output
         self._run: Run | None = None
 
-    # --- the four commands -----------------------------------------------------------------------------------------------
+    # --- the four commands ------------------------------------------------------------------------
 
     def fit(
         self,
@@ -157,40 +155,35 @@ class Trainer(RankProperties):
         """Train ``model``. Afterwards it has the trained weights.
 
         Args:
-            model: a :class:`geartrain.Module`, or any ``nn.Module`` with ``loss`` and ``optimizer``.
+            model: a :class:`geartrain.Module`; or an ``nn.Module`` with ``loss`` and ``optimizer``.
             train_dataloaders: a DataLoader, any iterable of batches, or a DataModule.
-            val_dataloaders: the same, or a list or dict of DataLoaders, which are numbered in their order.
+            val_dataloaders: the same, or a list or dict of DataLoaders, numbered in their order.
             datamodule: the source of loaders that are not given.
-            ckpt_path: the checkpoint to resume from as if ``fit`` had not stopped: a file, ``"best"`` or ``"last"`` as for
-                :meth:`validate`, or ``"auto"``: the last one if it exists, otherwise from scratch. Epochs and steps count from the start.
-            checkpoint: weights to start from; optimizer and counters start from scratch. A file, or ``"best"`` or ``"last"``.
-            loss: of a plain ``nn.Module``, ``loss(output, target)``; ``None`` if its output has the loss as ``loss``.
-            optimizer: of a plain ``nn.Module``: a class, a ``functools.partial``, or one made from its parameters.
+            ckpt_path: resume from this checkpoint as if ``fit`` had not stopped: a file, ``"best"``
+                or ``"last"`` as for :meth:`validate`, or ``"auto"``: the last one if it exists,
+                otherwise from scratch. Epochs and steps count from the start.
+            checkpoint: weights to start from: a file, ``"best"`` or ``"last"``; optimizers and
+                counters start from scratch.
+            loss: of a plain ``nn.Module``: ``loss(output, target)``; ``None`` if its output has the
+                loss as ``loss``.
+            optimizer: of a plain ``nn.Module``: a class, a ``functools.partial``, or an optimizer
+                of its parameters.
 
         Raises:
             UsageError: something that cannot work; nothing was started.
-            TrainingError: the run failed in a way that geartrain can explain. Errors of user code come as they are,
-                with a note if a plugin's hook raised them.
+            TrainingError: the run failed in a way that geartrain can explain. Errors of user code
+                are raised as they are, with a note if a plugin's hook raised them.
         """
         refuse_unknown("Trainer.fit", unknown, self.fit)
         if ckpt_path is not None and checkpoint is not None:
             raise UsageError(
-                "ckpt_path= resumes everything, checkpoint= starts from the weights alone. Fix: give one of them"
+                "ckpt_path= resumes everything, checkpoint= starts from the weights alone. "
+                "Fix: give one of them"
             )
-        given, resumes = (
-            {"train": train_dataloaders, "validate": val_dataloaders},
-            ckpt_path is not None,
-        )
-        self._start(
-            "fit",
-            model,
-            given,
-            datamodule,
-            ckpt_path if resumes else checkpoint,
-            loss,
-            optimizer,
-            resumes,
-        )
+        given = {"train": train_dataloaders, "validate": val_dataloaders}
+        resumes = ckpt_path is not None
+        start = ckpt_path if resumes else checkpoint
+        self._start("fit", model, given, datamodule, start, loss, optimizer, resumes)
 
     def validate(
         self,
@@ -203,18 +196,24 @@ class Trainer(RankProperties):
         """Validate once.
 
         Args:
-            model: default: that of this trainer's last run, and with it that run's DataModule if no loaders are given.
-            ckpt_path: weights to read first: a file, ``"best"`` (the ``best_model_path`` of the trainer's ModelCheckpoint) or ``"last"``
-                (the newest that ``save_last`` or the run's folder has). Without ``model`` the default is the best, if it exists.
+            model: default: the last run's; if no loaders are given, its DataModule too.
+            dataloaders: as ``val_dataloaders`` of :meth:`fit`.
+            datamodule: the source of loaders that are not given.
+            ckpt_path: weights to read first: a file, ``"best"`` (the ``best_model_path`` of the
+                trainer's ModelCheckpoint) or ``"last"`` (the newest that ``save_last`` or the run's
+                folder has). Without ``model`` the default is the best, if it exists.
             loss: of a plain ``nn.Module``, as for :meth:`fit`.
 
         Returns:
             One dict a loader, of its metrics by name; names without a loader's suffix are in each.
+
+        Raises:
+            UsageError: something that cannot work; nothing was started.
+            TrainingError: the run failed in a way that geartrain can explain.
         """
-        return self._per_loader(
-            "validate",
-            self._start("validate", model, {"validate": dataloaders}, datamodule, ckpt_path, loss),
-        )
+        given = {"validate": dataloaders}
+        metrics = self._start("validate", model, given, datamodule, ckpt_path, loss)
+        return self._per_loader("validate", metrics)
 
     def test(
         self,
@@ -224,10 +223,10 @@ class Trainer(RankProperties):
         ckpt_path: str | Path | None = None,
         loss: Callable[[Any, Any], torch.Tensor] | None = None,
     ) -> list[dict[str, float]]:
-        """Test once; arguments and return as for :meth:`validate`."""
-        return self._per_loader(
-            "test", self._start("test", model, {"test": dataloaders}, datamodule, ckpt_path, loss)
-        )
+        """Test once; arguments, result and errors as for :meth:`validate`."""
+        given = {"test": dataloaders}
+        metrics = self._start("test", model, given, datamodule, ckpt_path, loss)
+        return self._per_loader("test", metrics)
 
     def predict(
         self,
@@ -239,16 +238,16 @@ class Trainer(RankProperties):
         """Collect the results of ``predict_step``; arguments as for :meth:`validate`.
 
         Returns:
-            One output a batch, on the CPU; a list of such lists if there are several loaders. On several ranks every rank returns the
-            outputs of all, in the loader's order, and needs the memory for them. If ranks do not share a loader (an IterableDataset,
-            a DistributedSampler of the user), the outputs of rank 0 come first, then those of rank 1, and so on.
+            One output a batch, on the CPU; a list of such lists if there are several loaders. Every
+            rank returns the outputs of all ranks, in the loader's order, and needs the memory for
+            them. If ranks do not share a loader (an IterableDataset, a DistributedSampler of the
+            user), the outputs of rank 0 come first, then those of rank 1, and so on.
 
         Raises:
             TrainingError: the run failed; or an output cannot be pickled to reach the other ranks.
         """
-        outputs: list[Any] = self._start(
-            "predict", model, {"predict": dataloaders}, datamodule, ckpt_path
-        )
+        given = {"predict": dataloaders}
+        outputs: list[Any] = self._start("predict", model, given, datamodule, ckpt_path)
         return outputs
 
     def check(
@@ -262,35 +261,33 @@ class Trainer(RankProperties):
         """Complete and check the plan for a module or its class. Start nothing.
 
         Args:
+            model: the module, or its class.
+            command: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
             batch_size: samples in one batch of the training loader, if known.
             datamodule: its arguments belong to the plan's hyperparameters.
             resumes: True if ``fit`` resumes a run that stopped.
+
+        Returns:
+            The complete plan, which is also ``trainer.plan``.
 
         Raises:
             UsageError: a module or a plan that cannot work.
         """
         check_module(model, command)
         if self.is_global_zero:
-            warn_of_others(
-                model,
-                (model if isinstance(model, type) else type(model)).__name__,
-                "a hook of geartrain's, or rename it",
-                Module,
-                modules=False,
-            )
+            name = (model if isinstance(model, type) else type(model)).__name__
+            fix = "a hook of geartrain's, or rename it"
+            warn_of_others(model, name, fix, Module, modules=False)
             if datamodule is not None:
-                warn_of_others(
-                    datamodule,
-                    type(datamodule).__name__,
-                    "the same method of the module",
-                    DataModule,
-                )
+                name, fix = type(datamodule).__name__, "the same method of the module"
+                warn_of_others(datamodule, name, fix, DataModule)
         known = hyperparameters(None if isinstance(model, type) else model, datamodule)
         self.plan = replace(
             self.plan, loader_batch_size=batch_size, hyperparameters=known, resumes=resumes
         )
         if command == "fit" and not model.automatic_optimization:
-            # First without the parts of manual optimisation: a strategy's refusal is clearer than two owners of a hook.
+            # First without the parts of manual optimisation: the refusal of a strategy is clearer
+            # than an error about two owners of a hook.
             Hooks(self._parts).check_plan(plan=self.plan, module=model)
         self.hooks = self.hooks_for(model, command)
         check_joins(self.plan, self.hooks)
@@ -326,7 +323,8 @@ class Trainer(RankProperties):
             check_data(datamodule)
         if self._assume:
             raise UsageError(
-                f"this trainer assumes hardware that this machine lacks ({self._assume}): it can be explained, not run."
+                f"this trainer assumes hardware that this machine lacks ({self._assume}): "
+                "it can be explained, not run."
             )
         with reserved_folder(self._parts, resumes):
             return self._launch(command, model, given, datamodule, checkpoint, resumes)
@@ -341,66 +339,53 @@ class Trainer(RankProperties):
         resumes: bool,
     ) -> Any:
         size = loader_batch_size(given.get("train"))
-        self.check(
-            model,
-            command,
-            getattr(datamodule, "batch_size", None) if size is None else size,
-            datamodule,
-            resumes,
-        )
+        size = getattr(datamodule, "batch_size", None) if size is None else size
+        self.check(model, command, size, datamodule, resumes)
         start = Start(find_checkpoint_file(checkpoint, self.hooks, self.output, resumes), resumes)
         self.datamodule = datamodule
         if datamodule is not None:
             datamodule.trainer = self
-        hooks = self.hooks
-        steps, epochs = (
-            (0, 0) if command == "fit" else (self.global_step, self.current_epoch)
-        )  # an evaluation reports at which step it is
-        run = self._run = Run(
-            plan=self.plan,
-            hooks=hooks,
-            module=model,
-            trainer=self,
-            command=command,
-            mode="automatic" if model.automatic_optimization else "manual",
-            cluster=self.cluster,
-            output=self.output,
-            step=steps,
-            epoch=epochs,
-        )
+        hooks, mode = self.hooks, "automatic" if model.automatic_optimization else "manual"
+        # An evaluation reports the step of the fit before it.
+        steps, epochs = (0, 0) if command == "fit" else (self.global_step, self.current_epoch)
+        run = self._run = Run(self.plan, hooks, model, self, command, mode)
+        run.cluster, run.output, run.step, run.epoch = self.cluster, self.output, steps, epochs
         source = DataSource(given, datamodule)
         result = hooks.launch(run=run, worker=partial(work, run, source, start))
         owner = hooks.owner("launch")
-        if not hasattr(
-            run, "logs"
-        ):  # set by the worker, or with the result of a rank 0 that is another process
+        whose = owner.label if owner else "geartrain"
+        # The worker sets logs; so does the result of a rank 0 that is another process.
+        if not hasattr(run, "logs"):
             raise TrainingError(
-                f"launch of {owner.label if owner else 'geartrain'} returned, and {command} has not run in this process. "
-                "Fix: call worker(local_rank) of rank 0, or apply its result (docs/write-a-strategy.md)"
+                f"launch of {whose} returned, and {command} has not run in this process. Fix: call "
+                "worker(local_rank) of rank 0, or apply its result (docs/write-a-strategy.md)"
             )
         if result is None and command in ("validate", "test"):
             raise TrainingError(
-                f"launch of {owner.label if owner else 'geartrain'} returned None. Fix: return what worker(local_rank) returned in rank 0"
+                f"launch of {whose} returned None. "
+                "Fix: return what worker(local_rank) returned in rank 0"
             )
         return result
 
     def _as_before(
         self, command: str, given: Mapping[str, Any], datamodule: DataModule | None, checkpoint: Any
     ) -> tuple[Any, Any, Any]:
-        """Return the last run's model, its data unless data is given, and the best weights unless others are asked for, as in Lightning."""
+        """Return the last run's model, the data and the weights; by default its data and the best.
+
+        Source: Lightning does the same.
+        """
         if self._run is None:
             raise UsageError(
-                f"there is no model to {command}. Fix: {command}(model, ...), or fit one with this trainer first"
+                f"there is no model to {command}. "
+                f"Fix: {command}(model, ...), or fit one with this trainer first"
             )
         if datamodule is None and given[command] is None:
             datamodule = self.datamodule
         if checkpoint is None and best_checkpoints(self.hooks, self.output):
             checkpoint = "best"
             if self.is_global_zero:
-                warnings.warn(
-                    f"{command} without a model reads the best weights. Say ckpt_path='best', or give the model",
-                    stacklevel=4,
-                )
+                what = f"{command} without a model reads the best weights"
+                warnings.warn(f"{what}. Say ckpt_path='best', or give the model", stacklevel=4)
         return self._run.module, datamodule, checkpoint
 
     def _per_loader(self, stage: str, metrics: dict[str, float]) -> list[dict[str, float]]:
@@ -414,7 +399,7 @@ class Trainer(RankProperties):
         ]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state from which another process makes this trainer again."""
+        """Return the state from which another process makes this trainer."""
         left_out = ("registry", "hooks", "cluster", "_parts", "_run")
         kept = {key: value for key, value in vars(self).items() if key not in left_out}
         return {**kept, "plugins": [part for part in self._parts if not part.info.is_core]}
@@ -431,17 +416,14 @@ class Trainer(RankProperties):
     if not TYPE_CHECKING:  # a type checker would accept any name
 
         def __getattr__(self, name: str) -> Any:
-            """Called for names that do not exist only: for Lightning's, the error has the replacement."""
-            try:
-                return object.__getattribute__(
-                    self, name
-                )  # again, for its error: a property's own among them
+            """Raise an error that names the replacement, if Lightning has an attribute ``name``."""
+            try:  # once more, for the error, which may be a property's own
+                return object.__getattribute__(self, name)
             except AttributeError as error:
-                raise AttributeError(
-                    f"{error}{write_instead('Trainer', name)}", name=name, obj=self
-                ) from None
+                what = f"{error}{write_instead('Trainer', name)}"
+                raise AttributeError(what, name=name, obj=self) from None
 
-    # --- properties -------------------------------------------------------------------------------------------------------
+    # --- properties -------------------------------------------------------------------------------
 
     @property
     def run(self) -> Run:
@@ -477,9 +459,8 @@ class Trainer(RankProperties):
     @property
     def checkpoint_callback(self) -> Any:
         """The first ``ModelCheckpoint`` among the plugins, or ``None``."""
-        return next(
-            (part.plugin for part in self._parts if hasattr(part.plugin, "best_model_path")), None
-        )
+        plugins = (part.plugin for part in self._parts)
+        return next((plugin for plugin in plugins if hasattr(plugin, "best_model_path")), None)
 
     @property
     def precision(self) -> str:
@@ -507,7 +488,7 @@ class Trainer(RankProperties):
 
     @property
     def should_stop(self) -> bool:
-        """Set it to end training; it takes effect on all ranks together, at the next flush or the end of the epoch."""
+        """Set it to end training: on all ranks, at the next flush or the end of the epoch."""
         return bool(self._run and self._run.should_stop)
 
     @should_stop.setter
@@ -516,5 +497,5 @@ class Trainer(RankProperties):
 
 
 def _as_tensors(metrics: Mapping[str, float]) -> dict[str, torch.Tensor]:
-    """Return metrics as Lightning does, of float64, so that ``.item()`` is the number that was logged."""
+    """Return metrics as float64, so that ``.item()`` is the number that was logged."""
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}

@@ -1,4 +1,4 @@
-"""``from geartrain.tuning import Tuner``: of the distribution geartrain-tuner."""
+"""``from geartrain.tuning import Tuner``: names of the distribution geartrain-tuner."""
 
 from __future__ import annotations
 

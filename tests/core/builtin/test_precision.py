@@ -71,7 +71,7 @@ def by_hand_mixed(module, batches, dtype, optimizer=SGD, clip=None, window=1):
     return module, scaler.get_scale()
 
 
-# --- *-true --------------------------------------------------------------------------------------------------------------
+# --- *-true ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAM])
@@ -209,7 +209,7 @@ def test_prefetching_batches_are_closed_with_those_that_are_cast():
     assert next(batches.kept, "closed") == "closed"
 
 
-# --- *-mixed -------------------------------------------------------------------------------------------------------------
+# --- *-mixed --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("window", [1, 4])
@@ -273,7 +273,7 @@ def test_plugins_and_clipping_see_unscaled_gradients():
     assert mixed.stepped == pytest.approx([limit], rel=0.01)
 
 
-# --- 16-mixed: overflow --------------------------------------------------------------------------------------------------
+# --- 16-mixed: overflow ---------------------------------------------------------------------------
 
 
 class Overflowing(Gentle):
@@ -428,7 +428,7 @@ def test_a_step_without_a_loss_leaves_the_scaler_ready():
     assert_equal(net, expected)
 
 
-# --- refusals ------------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 def test_an_optimizer_with_a_closure_is_refused_in_16_mixed_and_trains_in_bf16():
@@ -549,7 +549,7 @@ def test_the_batch_as_it_was_is_not_kept_beside_the_new_one():
     assert [sum(row) for row in alive] == [0] * 6
 
 
-# --- around it -----------------------------------------------------------------------------------------------------------
+# --- around it ------------------------------------------------------------------------------------
 
 
 def test_32_true_adds_no_part_and_wraps_nothing():

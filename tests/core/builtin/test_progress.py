@@ -124,7 +124,7 @@ def test_a_file_that_cannot_be_written_does_not_end_the_run(monkeypatch):
     assert one.current_epoch == 2
 
 
-# --- what shows progress -------------------------------------------------------------------------------------------------
+# --- what shows progress --------------------------------------------------------------------------
 
 
 class Mine:

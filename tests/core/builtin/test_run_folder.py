@@ -50,7 +50,7 @@ class Logs(EvalNet):
         return super().training_step(batch, batch_idx)
 
 
-# --- what is in it -------------------------------------------------------------------------------------------------------
+# --- what is in it --------------------------------------------------------------------------------
 
 
 def test_the_plan_has_the_batch_size_of_a_loader_that_the_module_made(tmp_path):
@@ -202,7 +202,7 @@ def test_a_folder_with_other_files_is_used(tmp_path):
     assert (tmp_path / "plan.json").exists()
 
 
-# --- two runs ------------------------------------------------------------------------------------------------------------
+# --- two runs -------------------------------------------------------------------------------------
 
 
 def test_a_folder_that_another_run_uses_is_refused(tmp_path):
@@ -320,7 +320,7 @@ def test_a_process_that_a_run_has_forked_does_not_keep_the_folder(tmp_path):
     assert child.exitcode == 0
 
 
-# --- a full disk ---------------------------------------------------------------------------------------------------------
+# --- a full disk ----------------------------------------------------------------------------------
 
 
 def test_a_full_disk_is_the_error_and_leaves_whole_files(tmp_path):
@@ -426,7 +426,7 @@ def test_the_summary_of_a_run_whose_plugin_fails_to_end_it(tmp_path):
     assert read(tmp_path / "summary.json")["error"] == "ValueError: first"
 
 
-# --- checkpoints ---------------------------------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -125,7 +125,7 @@ def test_checkpoint_callback_is_the_first_one(tmp_path):
     assert trainer().checkpoint_callback is None
 
 
-# --- last ----------------------------------------------------------------------------------------------------------------
+# --- last -----------------------------------------------------------------------------------------
 
 
 def test_last_is_the_newest_of_those_that_were_saved(tmp_path):
@@ -141,7 +141,7 @@ def test_last_is_the_newest_of_those_that_were_saved(tmp_path):
     assert_equal(module, of_own)
 
 
-# --- what is refused -----------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 def refused(words, one, which, **options):

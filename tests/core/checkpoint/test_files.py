@@ -115,7 +115,7 @@ def test_a_checkpoint_that_another_program_saved_again_is_refused(tmp_path):
         checkpoint_file.read(tmp_path / "none")
 
 
-# --- "last" and "auto" ---------------------------------------------------------------------------------------------------
+# --- "last" and "auto" ----------------------------------------------------------------------------
 
 
 def steps(folder, epochs, path=None, **options):

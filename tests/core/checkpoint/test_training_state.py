@@ -319,7 +319,7 @@ def test_a_checkpoint_after_a_validation_within_an_epoch_does_not_validate_again
             assert sorted(one.name for one in again.dirpath.glob("*")) == sorted(later)
 
 
-# --- parts that keep state -----------------------------------------------------------------------------------------------
+# --- parts that keep state ------------------------------------------------------------------------
 
 
 def test_callbacks_go_on(tmp_path):
@@ -493,7 +493,7 @@ def test_state_that_could_not_be_read_again_is_left_out_and_says_so(tmp_path):
         train(tmp_path, epochs=2, path="last", plugins=[Odd()])
 
 
-# --- optimizers ----------------------------------------------------------------------------------------------------------
+# --- optimizers -----------------------------------------------------------------------------------
 
 
 class Replaces:
@@ -570,7 +570,7 @@ def test_a_scale_of_16_mixed_goes_on(tmp_path):
     assert scales == [65536.0, 65536.0 / 8]
 
 
-# --- what is refused -----------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -728,7 +728,7 @@ def test_nothing_to_go_on_from(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-# --- where it goes on ----------------------------------------------------------------------------------------------------
+# --- where it goes on -----------------------------------------------------------------------------
 
 
 def test_the_runs_folder_goes_on(tmp_path):
@@ -818,7 +818,7 @@ def test_on_load_checkpoint_is_called(tmp_path):
     assert module.found == (5, 7)
 
 
-# --- loaders that cannot be told -----------------------------------------------------------------------------------------
+# --- loaders that cannot be told ------------------------------------------------------------------
 
 
 class Lines(IterableDataset):
@@ -1004,7 +1004,7 @@ def test_a_checkpoint_in_memory_goes_before_a_file(tmp_path):
     assert seen == [(1, 7), (2, 14), (1, 9), (2, 14)]
 
 
-# --- files of model_checkpoint -------------------------------------------------------------------------------------------
+# --- files of model_checkpoint --------------------------------------------------------------------
 
 
 def best_of(folder, epochs, path=None, keep=None, **options):

@@ -75,7 +75,7 @@ def nestings():
     }
 
 
-# --- moving --------------------------------------------------------------------------------------------------------------
+# --- moving ---------------------------------------------------------------------------------------
 
 
 def same_form(a, b):
@@ -171,7 +171,7 @@ def test_first_size(batch, size):
     assert first_size(batch) == size
 
 
-# --- how many samples ----------------------------------------------------------------------------------------------------
+# --- how many samples -----------------------------------------------------------------------------
 
 
 class Graphs:
@@ -293,7 +293,7 @@ def test_ambiguous_size_is_told_once():
     assert len(caught) == 1
 
 
-# --- how many batches ----------------------------------------------------------------------------------------------------
+# --- how many batches -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ def test_loader_batch_size():
     assert loader_batch_size(None) is None
 
 
-# --- where loaders come from ---------------------------------------------------------------------------------------------
+# --- where loaders come from ----------------------------------------------------------------------
 
 METHODS = {
     "train": "train_dataloader",
@@ -568,7 +568,7 @@ def test_a_list_of_batches_trains_as_its_loader_does():
     assert fit(train=list(loader()), max_epochs=2).global_step == 12
 
 
-# --- the module's own transfer -------------------------------------------------------------------------------------------
+# --- the module's own transfer --------------------------------------------------------------------
 
 
 class Transfers(EvalNet):

@@ -9,7 +9,7 @@ from geartrain.hooks.manager import Hooks
 
 from ..contract_fixtures import ALONE, Doubles, gather, hooks_of, owns, part, strategy
 
-# --- freezing ------------------------------------------------------------------------------------------------------------
+# --- freezing -------------------------------------------------------------------------------------
 
 
 def test_owner_without_a_wrapper_freezes_to_its_bare_function():
@@ -98,7 +98,7 @@ def test_monitor_taken_off_before_the_freeze_costs_nothing():
     assert not isinstance(hooks.on_step_end, HookCaller)
 
 
-# --- blame ---------------------------------------------------------------------------------------------------------------
+# --- blame ----------------------------------------------------------------------------------------
 
 
 class Fails:

@@ -20,7 +20,7 @@ from ..contract_fixtures import (
     strategy,
 )
 
-# --- owners --------------------------------------------------------------------------------------------------------------
+# --- owners ---------------------------------------------------------------------------------------
 
 
 KINDS = ["strategy", "accelerator", "precision", "core"]
@@ -123,7 +123,7 @@ def test_static_and_class_methods_are_hookimpls():
     assert hooks.broadcast(run=None, obj=1, src=0) == (Strategy, 1)
 
 
-# --- wrappers, replaces --------------------------------------------------------------------------------------------------
+# --- wrappers, replaces ---------------------------------------------------------------------------
 
 
 def test_wrapper_sees_and_changes_the_owners_result():
@@ -292,7 +292,7 @@ def test_plain_hookimpl_beside_a_wrapper_of_the_same_hook_does_not_slip_past_the
         hooks_of(strategy(owns("strat")), Both())
 
 
-# --- a strategy's own hookspecs ------------------------------------------------------------------------------------------
+# --- a strategy's own hookspecs -------------------------------------------------------------------
 
 
 @hookspec(firstresult=True)
@@ -363,7 +363,7 @@ def test_own_hookspecs_without_any_hook_are_refused_by_name():
         hooks_of(strategy(type("Strategy", (), {"hookspecs": specs()})(), "ddp"))
 
 
-# --- all-hooks -----------------------------------------------------------------------------------------------------------
+# --- all-hooks ------------------------------------------------------------------------------------
 
 
 def test_all_hooks_call_the_last_registered_first_and_drop_none():

@@ -199,7 +199,7 @@ def test_misspelt_function_of_a_plugin_file():
     refused(lambda: hooks_of(module), "on_step_ends", "on_step_end")
 
 
-# --- what is no misspelling ----------------------------------------------------------------------------------------------
+# --- what is no misspelling -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_names_of_other_libraries_are_no_misspellings():
         assert {name: meant for name in names if (meant := nearly(name, known)) is not None} == {}
 
 
-# --- other frameworks ----------------------------------------------------------------------------------------------------
+# --- other frameworks -----------------------------------------------------------------------------
 
 
 def test_hooks_of_other_frameworks_are_warned_of():

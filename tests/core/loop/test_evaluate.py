@@ -19,7 +19,7 @@ from torch import nn
 import geartrain as gt
 from geartrain import TrainingError, UsageError, hookimpl
 
-# --- when ----------------------------------------------------------------------------------------------------------------
+# --- when -----------------------------------------------------------------------------------------
 
 
 class Times:
@@ -92,7 +92,7 @@ def test_a_batch_that_several_intervals_end_in_is_validated_once():
     assert times.steps == [1, 2]
 
 
-# --- how many batches ----------------------------------------------------------------------------------------------------
+# --- how many batches -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_an_empty_validation_loader_is_an_error():
         fit(EvalNet(), val=[])
 
 
-# --- sanity check --------------------------------------------------------------------------------------------------------
+# --- sanity check ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("steps", "batches"), [(0, 0), (1, 1), (2, 2), (50, 6), (-1, 6)])
@@ -166,7 +166,7 @@ def test_sanity_check_leaves_no_metrics_and_trains_the_same():
     assert_equal(net, expected)
 
 
-# --- several loaders -----------------------------------------------------------------------------------------------------
+# --- several loaders ------------------------------------------------------------------------------
 
 
 def test_each_loader_has_an_index_and_metrics_of_its_own():
@@ -238,7 +238,7 @@ def test_hooks_get_the_loaders_index():
     assert net.seen == [(what, 0, i) for i in range(2) for what in ("start", "validate", "end")]
 
 
-# --- modes ---------------------------------------------------------------------------------------------------------------
+# --- modes ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
@@ -295,7 +295,7 @@ def test_validation_inside_an_epoch_changes_nothing_of_the_training():
     assert_equal(net, expected)
 
 
-# --- what comes back -----------------------------------------------------------------------------------------------------
+# --- what comes back ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("command", "name"), [("validate", "val_loss"), ("test", "test_loss")])
@@ -395,7 +395,7 @@ def test_on_validation_end_sees_the_metrics():
     assert len(set(net.own)) == 3
 
 
-# --- what is missing -----------------------------------------------------------------------------------------------------
+# --- what is missing ------------------------------------------------------------------------------
 
 
 def test_a_validation_loader_without_validation_step_warns():

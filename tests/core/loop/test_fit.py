@@ -32,7 +32,7 @@ from geartrain.testing import run_plugin
 
 ADAM = partial(torch.optim.Adam, lr=0.01)
 
-# --- what it computes ----------------------------------------------------------------------------------------------------
+# --- what it computes -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAM])
@@ -67,7 +67,7 @@ def test_accumulation_equals_one_batch_k_times_as_large():
         torch.testing.assert_close(accumulated.state_dict()[name], tensor, rtol=1e-6, atol=0)
 
 
-# --- how long ------------------------------------------------------------------------------------------------------------
+# --- how long -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_second_fit_forgets_that_the_first_should_stop():
     assert one.global_step == 6
 
 
-# --- loaders without length ----------------------------------------------------------------------------------------------
+# --- loaders without length -----------------------------------------------------------------------
 
 
 def test_a_loader_without_length_runs_until_it_is_exhausted():
@@ -184,7 +184,7 @@ def test_no_loader_is_an_error_that_names_the_method():
         trainer().fit(Net())
 
 
-# --- what training_step may return ---------------------------------------------------------------------------------------
+# --- what training_step may return ----------------------------------------------------------------
 
 
 class Returning(Net):
@@ -373,7 +373,7 @@ def test_training_epoch_end_gets_detached_outputs(as_dict):
     assert last < first  # it learns
 
 
-# --- the order of things -------------------------------------------------------------------------------------------------
+# --- the order of things --------------------------------------------------------------------------
 
 
 def test_hooks_of_a_step_in_order():
@@ -588,7 +588,7 @@ def test_outputs_of_on_train_batch_end_have_no_graph(manual):
     )
 
 
-# --- hooks and counters in the loop --------------------------------------------------------------------------------------
+# --- hooks and counters in the loop ---------------------------------------------------------------
 
 
 def test_a_wrapper_of_reduce_gradients_sees_the_gradients():

@@ -48,7 +48,7 @@ def plateau(net, **options):
     return {"scheduler": ReduceLROnPlateau(net.first, factor=0.5, patience=0), **options}
 
 
-# --- forms ---------------------------------------------------------------------------------------------------------------
+# --- forms ----------------------------------------------------------------------------------------
 
 FORMS = {
     "optimizer": (lambda n: n.first, (1, 1)),
@@ -195,7 +195,7 @@ def test_none_steps_nothing_and_warns():
     assert done.run.optimizers == []
 
 
-# --- optimizers ----------------------------------------------------------------------------------------------------------
+# --- optimizers -----------------------------------------------------------------------------------
 
 
 def test_two_optimizers_both_step():
@@ -327,7 +327,7 @@ def test_an_overridden_zero_grad_is_called():
     assert kept[1].calls == 6
 
 
-# --- when schedulers step ------------------------------------------------------------------------------------------------
+# --- when schedulers step -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -381,7 +381,7 @@ def test_a_step_scheduler_equals_a_loop_written_by_hand():
     assert_equal(net, expected)
 
 
-# --- ReduceLROnPlateau ---------------------------------------------------------------------------------------------------
+# --- ReduceLROnPlateau ----------------------------------------------------------------------------
 
 
 class Worse(Configured):
@@ -486,7 +486,7 @@ def test_plateau_that_is_not_strict_waits_for_its_metric_and_says_so():
     assert net.rates[0] == 1
 
 
-# --- estimated_stepping_batches ------------------------------------------------------------------------------------------
+# --- estimated_stepping_batches -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def logged(value, *, train=None, metrics="callback_metrics", **options):
     return getattr(fit(net, loader() if train is None else train), metrics)
 
 
-# --- when, and under which name ------------------------------------------------------------------------------------------
+# --- when, and under which name -------------------------------------------------------------------
 
 
 class Everywhere(Net):
@@ -182,7 +182,7 @@ def test_metrics_of_a_validation_inside_an_epoch_stay_apart():
     assert lines.lines == [(2, {"x": 100.0}), (4, {"x": 100.0}), (6, {"x": 100.0}), (6, {"x": 6.0})]
 
 
-# --- reductions ----------------------------------------------------------------------------------------------------------
+# --- reductions -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_values_of_other_dtypes_and_plain_numbers_mix():
     assert logged(values.__getitem__, on_step=False, on_epoch=True, reduce_fx="sum") == {"x": 21.0}
 
 
-# --- where it goes -------------------------------------------------------------------------------------------------------
+# --- where it goes --------------------------------------------------------------------------------
 
 
 def test_logger_and_prog_bar():
@@ -293,7 +293,7 @@ def test_logger_and_prog_bar():
     assert lines.lines == [(6, {"c": 3.0})]
 
 
-# --- errors --------------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ def test_outside_a_run():
         net.all_gather(torch.ones(1))
 
 
-# --- nothing waits for the device ----------------------------------------------------------------------------------------
+# --- nothing waits for the device -----------------------------------------------------------------
 
 
 class Far(torch.Tensor):
@@ -530,7 +530,7 @@ def test_a_step_logs_the_value_that_it_had_then(far):
         assert fit(Logging(train), max_steps=3).callback_metrics["total"] == 203.0
 
 
-# --- too late to be reported ---------------------------------------------------------------------------------------------
+# --- too late to be reported ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("late", ["on_train_end", "on_validation_end"])

@@ -28,7 +28,7 @@ def run(code):
     return done.stdout.strip()
 
 
-# --- geartrain -----------------------------------------------------------------------------------------------------------
+# --- geartrain ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_unknown_name_of_geartrain():
         from geartrain import Trainre  # noqa: F401
 
 
-# --- geartrain.strategies, geartrain.accelerators ------------------------------------------------------------------------
+# --- geartrain.strategies, geartrain.accelerators -------------------------------------------------
 
 
 def test_cores_own_classes_are_found_by_their_entry_points(dists):

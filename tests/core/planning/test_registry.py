@@ -22,7 +22,7 @@ def found(registry, name):
     return candidate
 
 
-# --- what is installed ---------------------------------------------------------------------------------------------------
+# --- what is installed ----------------------------------------------------------------------------
 
 
 def test_core_declares_its_own_as_any_plugin_would(dists):
@@ -128,7 +128,7 @@ def test_metadata_is_read_again_only_after_something_was_installed(dists, monkey
     assert len(scans) == 3
 
 
-# --- find ----------------------------------------------------------------------------------------------------------------
+# --- find -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("typed", ["gossip", "GOSSIP", "Gossip"])
@@ -210,7 +210,7 @@ def test_name_of_the_other_kind_is_told_where_it_is_not_installed(dists):
     refused("strategy", "cuda", "'cuda'", "accelerator")
 
 
-# --- blocked, claimed twice ----------------------------------------------------------------------------------------------
+# --- blocked, claimed twice -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("by", ["--block", "GEARTRAIN_BLOCK"])
@@ -299,7 +299,7 @@ def test_one_name_in_two_kinds_is_no_conflict(dists):
     assert type(registry.select("strategy", "xla").plugin).__name__ == "S"
 
 
-# --- load ----------------------------------------------------------------------------------------------------------------
+# --- load -----------------------------------------------------------------------------------------
 
 BROKEN = {
     "raises": ("raise RuntimeError('no driver')", "X", ("RuntimeError", "no driver")),
@@ -377,7 +377,7 @@ def test_keyboard_interrupt_while_importing_is_no_broken_plugin(dists):
         Registry().select("strategy", "slow")
 
 
-# --- probe ---------------------------------------------------------------------------------------------------------------
+# --- probe ----------------------------------------------------------------------------------------
 
 
 def probed(registry, name):
@@ -418,7 +418,7 @@ def test_probe_of_a_broken_accelerator_fails_without_raising(dists, source, word
     assert words in reason
 
 
-# --- select, adopt, make -------------------------------------------------------------------------------------------------
+# --- select, adopt, make --------------------------------------------------------------------------
 
 
 def test_select_makes_the_plugin_with_its_options(dists):

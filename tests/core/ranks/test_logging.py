@@ -22,7 +22,7 @@ def validated(module, n, batch_size=2, ranks=2):
     return metrics_of(strategy)
 
 
-# --- metrics -------------------------------------------------------------------------------------------------------------
+# --- metrics --------------------------------------------------------------------------------------
 
 
 class Logs(Net):
@@ -223,7 +223,7 @@ def test_should_stop_on_one_rank_stops_all_in_the_same_step():
     assert [(run.epoch, run.step) for run in strategy.runs] == [(2, 3)] * 2
 
 
-# --- collectives ---------------------------------------------------------------------------------------------------------
+# --- collectives ----------------------------------------------------------------------------------
 
 
 def on_each(function, ranks=2):
@@ -321,7 +321,7 @@ def test_broadcast_and_barrier():
     assert on_each(tell) == [([{"from": 0}, {"from": 1}], None)] * 2
 
 
-# --- what the ends of epochs gather --------------------------------------------------------------------------------------
+# --- what the ends of epochs gather ---------------------------------------------------------------
 
 
 class Gathers(Net):

@@ -193,7 +193,7 @@ def test_what_is_refused_is_refused_on_every_rank_alike(whole, first, tmp_path):
     assert told[0] == told[1]
 
 
-# --- in a world of another size ------------------------------------------------------------------------------------------
+# --- in a world of another size -------------------------------------------------------------------
 
 
 def test_one_became_two(tmp_path):

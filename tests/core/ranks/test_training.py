@@ -107,7 +107,7 @@ def test_lbfgs_takes_the_mean_of_the_ranks_losses():
         torch.testing.assert_close(first[key], expected, rtol=1e-3, atol=1e-4)
 
 
-# --- precision -----------------------------------------------------------------------------------------------------------
+# --- precision ------------------------------------------------------------------------------------
 
 #: precision -> by how much two ranks may differ from one process: halves of a batch are summed in another order, in that format.
 TOLERANCES = {"64-true": 1e-12, "bf16-true": 0.05, "16-mixed": 2e-3, "bf16-mixed": 2e-2}

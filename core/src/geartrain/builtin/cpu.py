@@ -10,24 +10,22 @@ from geartrain.hookspecs import hookimpl
 
 
 class CPUAccelerator:
-    """Trains on the CPU. ``devices=N`` means N processes, which share the cores; indices mean nothing here."""
+    """Trains on the CPU. ``devices=N`` means N processes, which share the cores."""
 
     priority = 0
     indexed = False
 
     @staticmethod
     def unavailable() -> str | None:
-        """Every machine has a CPU."""
+        """Return ``None``: every machine has a CPU."""
         return None
 
     @staticmethod
     def device_count() -> int:
-        """Return the cores that this process may use. ``devices`` may be more: processes share cores."""
-        return (
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 1
-        )
+        """Return the cores that this process may use. ``devices`` may be more."""
+        if hasattr(os, "sched_getaffinity"):
+            return len(os.sched_getaffinity(0))
+        return os.cpu_count() or 1
 
     @hookimpl
     def setup_device(self) -> torch.device:

@@ -1,4 +1,4 @@
-"""The defaults of single hooks, for hooks that no plugin owns: one process on one device."""
+"""The defaults of single hooks that no plugin owns: one process on one device."""
 
 from __future__ import annotations
 
@@ -37,15 +37,12 @@ class Defaults:
     def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
         if run.cluster is not None:
             check_processes(run.plan, run.cluster)
-            if (
-                run.cluster.launcher == "torchrun"
-            ):  # it shows the error that ended a process, if the process has written it to a file
+            if run.cluster.launcher == "torchrun":  # it shows the error that the process records
                 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
                 run.report_failure = get_error_handler().record_exception
-        with raise_on_signals(
-            [signal.SIGTERM, signal.SIGHUP]
-        ):  # Ctrl-C raises as it is, and ends a script by SIGINT
+        # Not SIGINT: Ctrl-C raises KeyboardInterrupt already.
+        with raise_on_signals([signal.SIGTERM, signal.SIGHUP]):
             return worker(0)
 
     @hookimpl
@@ -80,9 +77,8 @@ class Defaults:
     def device_batches(self, run: Run, loader: Iterable[Any]) -> Iterator[Any]:
         return iter(loader) if moves_nothing(run) else Through(iter(loader), loader, run.to_device)
 
-    step = staticmethod(
-        hookimpl(train_step)
-    )  # itself, not a method that calls it: a call saved in every step
+    # The function itself, not a method that calls it, which saves a call in every step.
+    step = staticmethod(hookimpl(train_step))
 
     @hookimpl
     def micro_step(self, run: Run, first: bool, last: bool) -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""One run at a time in a folder: a lock on the folder itself, which leaves no file."""
+"""Allow one run at a time in a folder: a lock on the folder itself, which leaves no file."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ except ImportError:  # Windows
 def locked(folder: Path) -> Iterator[None]:
     """Keep other runs of this and other processes out of a folder until the block ends.
 
-    Creates the folder if it does not exist, and removes it at the end if nothing was written into it. The lock also ends with this
-    process, however that ends. There is none on Windows and on network file systems that cannot lock a folder, as NFS.
+    Creates the folder if it does not exist; then removes it at the end if it is empty. The end of
+    the process releases the lock too. Windows, and network file systems that cannot lock a folder,
+    as NFS, have no lock.
 
     Raises:
         UsageError: another run uses the folder, or the folder cannot be created.
@@ -30,9 +31,7 @@ def locked(folder: Path) -> Iterator[None]:
     existed = folder.exists()
     descriptor = _lock(folder)
     with ExitStack() as stack:
-        if (
-            descriptor is not None
-        ):  # a loader worker must not hold the lock of a run that was killed
+        if descriptor is not None:  # a loader worker must not hold the lock of a killed run
             stack.enter_context(not_inherited(descriptor))
             stack.callback(_unlock, descriptor)
         if not existed:
@@ -42,9 +41,8 @@ def locked(folder: Path) -> Iterator[None]:
 
 def _unlock(descriptor: int) -> None:
     with suppress(OSError):  # in a forked child, which has closed it
-        fcntl.flock(
-            descriptor, fcntl.LOCK_UN
-        )  # closing is not enough: a program that is being started holds a copy until its exec
+        # Closing is not enough: a program that is being started holds a copy until its exec.
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def _remove_if_empty(folder: Path) -> None:
@@ -53,14 +51,13 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def _lock(folder: Path) -> int | None:
-    """Return the descriptor that holds the lock; ``None`` if the file system has no locks for folders."""
+    """Return the descriptor that holds the lock; ``None`` if folders cannot be locked here."""
     while True:
         try:
             make_folder(folder)
         except OSError as error:
-            raise UsageError(
-                f"output={str(folder)!r} cannot be created: {error.strerror}. Fix: another folder"
-            ) from error
+            what = f"output={str(folder)!r} cannot be created: {error.strerror}"
+            raise UsageError(f"{what}. Fix: another folder") from error
         if fcntl is None:
             return None
         try:
@@ -73,14 +70,12 @@ def _lock(folder: Path) -> int | None:
                 return descriptor
         except BlockingIOError:
             os.close(descriptor)
-            raise UsageError(
-                f"another run uses output={str(folder)!r}, and their files would mix. Fix: another folder, or wait until that run has ended"
-            ) from None
+            what = f"another run uses output={str(folder)!r}, and their files would mix"
+            fix = "another folder, or wait until that run has ended"
+            raise UsageError(f"{what}. Fix: {fix}") from None
         except FileNotFoundError:
             pass
         except OSError:  # NFS: EBADF, or ENOLCK without its lock daemon
             os.close(descriptor)
             return None
-        os.close(
-            descriptor
-        )  # another run has just removed the folder that was locked: nothing was in it
+        os.close(descriptor)  # another run has just removed the empty folder: try again

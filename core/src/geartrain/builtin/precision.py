@@ -1,8 +1,10 @@
-"""``precision``: in which floating-point format the step methods compute, and in which the weights are kept.
+"""``precision``: the floating-point formats of the weights and of the step methods.
 
-``*-true`` keeps weights and batches in that format. ``*-mixed`` keeps weights in float32 and lets torch's autocast choose the format of
-each operation: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740. Entry points of the group ``geartrain.precisions`` name the
-classes; a plugin that brings another precision does the same.
+``*-true`` uses one format for weights and batches. ``*-mixed`` keeps weights in float32, and
+torch's autocast selects the format of each operation. Entry points of the group
+``geartrain.precisions`` name the classes; a plugin with another precision has one too.
+
+Source: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ from torch.optim import Optimizer
 from geartrain.data.loaders import Through
 from geartrain.errors import UsageError
 from geartrain.hookspecs import hookimpl
+from geartrain.loop.optimizers import parameters_of
 from geartrain.loop.run import Run
 from geartrain.module.module import Module
 from geartrain.module.nested import map_tensors
 
-#: The metric that counts, epoch by epoch, the optimizer steps that the gradient scaler skipped.
+#: The metric that counts the optimizer steps of each epoch that the gradient scaler skipped.
 SKIPPED = "skipped_steps"
 
 
@@ -33,7 +36,7 @@ class FullPrecision:
 
 
 class TruePrecision:
-    """Weights, buffers, batches and new tensors of the step methods are all of one dtype.
+    """One dtype for weights, buffers, batches and new tensors of the step methods.
 
     Args:
         dtype: a floating-point dtype. The module keeps it after the run.
@@ -44,7 +47,8 @@ class TruePrecision:
 
     @hookimpl(wrapper=True)
     def wrap_model(self, model: nn.Module) -> Generator[None, nn.Module, nn.Module]:
-        # Not Module.to(dtype), which makes complex tensors real. In place, so optimizers find the same parameters.
+        # Not Module.to(dtype), which makes complex tensors real. In place: optimizers hold these
+        # parameters.
         model._apply(self._cast)  # type: ignore[no-untyped-call]
         return (yield)
 
@@ -58,9 +62,7 @@ class TruePrecision:
     def computing(self) -> Iterator[None]:
         """Surround a step method."""
         before = torch.get_default_dtype()
-        torch.set_default_dtype(
-            self._dtype
-        )  # so that torch.zeros(3) in a step is of this dtype too
+        torch.set_default_dtype(self._dtype)  # torch.zeros(3) in a step has this dtype too
         try:
             yield
         finally:
@@ -93,8 +95,8 @@ class MixedPrecision:
     """Step methods run under autocast; weights, gradients and optimizer states stay in float32.
 
     Args:
-        name: as the user chose it, for errors.
-        dtype: what autocast computes in if that is safe.
+        name: the precision's name, for errors.
+        dtype: the dtype of operations for which autocast considers it safe.
     """
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
@@ -104,29 +106,25 @@ class MixedPrecision:
     def setup_device(self) -> Generator[None, torch.device, torch.device]:
         device = yield
         if not torch.amp.is_autocast_available(device.type):
-            raise UsageError(
-                f"{self._label}: torch has no autocast for {device.type}. Fix: --precision 32"
-            )
+            what = f"{self._label}: torch has no autocast for {device.type}"
+            raise UsageError(f"{what}. Fix: --precision 32")
         why = ""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            try:
-                self._autocast = torch.autocast(
-                    device.type, self._dtype
-                )  # made once: it takes longer to make than to enter
+            try:  # made once, because that takes longer than to enter it
+                self._autocast = torch.autocast(device.type, self._dtype)
             except RuntimeError as error:
                 why = str(error)
-        # If the device cannot do it, torch warns and returns an autocast that does nothing: float32 under another name.
+        # If the device cannot do it, torch warns and returns an autocast that does nothing.
         if why or not self._autocast._enabled:
             why = why or " ".join(" ".join(str(warning.message).split()) for warning in caught)
-            raise UsageError(
-                f"{self._label}: {device} does not support {self._dtype}: {why} Fix: --precision 32"
-            )
+            what = f"{self._label}: {device} does not support {self._dtype}"
+            raise UsageError(f"{what}: {why} Fix: --precision 32")
         return device
 
     def computing(self) -> AbstractContextManager[Any]:
         """Surround a step method."""
-        return copy.copy(self._autocast)  # one that is entered twice at once would not be left
+        return copy.copy(self._autocast)  # one autocast cannot be entered twice at a time
 
     @hookimpl(wrapper=True)
     def forward(self) -> Generator[None, Any, Any]:
@@ -142,15 +140,16 @@ class BF16MixedPrecision(MixedPrecision):
 
 
 class ScaledPrecision(MixedPrecision):
-    """``16-mixed``: mixed precision in float16, whose small gradients would become zero.
+    """``16-mixed``: float16, with a gradient scaler so that small gradients do not become zero.
 
-    The loss is scaled up for backward, and the gradients down before clipping. A step whose gradients overflowed is skipped, counted, and
-    the scale halved.
+    The loss is scaled up for backward, and the gradients down before clipping. If gradients
+    overflow, the step is skipped and counted, and the scale is halved.
 
-    torch reads on the CPU whether gradients overflowed, so the CPU waits for the device once a step; bf16-mixed has no scaler.
+    torch reads the overflow on the CPU, so the CPU waits for the device once a step. bf16-mixed has
+    no scaler.
     """
 
-    #: With another owner of one of them, losses would be scaled and gradients not, or the reverse.
+    #: With another owner of one of them, only losses or only gradients would be scaled.
     must_own = frozenset({"backward", "optimizer_step"})
     #: Gradients overflow on all ranks or on none, so the scale is the same.
     same_on_all_ranks = True
@@ -162,14 +161,12 @@ class ScaledPrecision(MixedPrecision):
 
     @hookimpl
     def check_plan(self, module: Module | type[Module]) -> None:
-        half = (
-            [name for name, p in module.named_parameters() if p.dtype == torch.float16]
-            if isinstance(module, Module)
-            else []
-        )
+        named = module.named_parameters() if isinstance(module, Module) else ()
+        half = [name for name, parameter in named if parameter.dtype == torch.float16]
         if half:
             raise UsageError(
-                f"{self._label}: {type(module).__name__}.{half[0]} is float16, but weights stay in float32 here. "
+                f"{self._label}: {type(module).__name__}.{half[0]} is float16, but weights stay in "
+                "float32 here. "
                 "Fix: take out .half(); autocast computes in float16 where that is safe"
             )
 
@@ -183,14 +180,13 @@ class ScaledPrecision(MixedPrecision):
     def wrap_optimizer(self, run: Run) -> Generator[None, Optimizer, Optimizer]:
         optimizer = yield
         if run.needs_closure:
-            raise UsageError(
-                f"{self._label} cannot skip steps of an optimizer that needs a closure. Fix: --precision bf16-mixed or 32"
-            )
-        mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            what = f"{self._label} cannot skip steps of an optimizer that needs a closure"
+            raise UsageError(f"{what}. Fix: --precision bf16-mixed or 32")
+        mine = {id(parameter) for parameter in parameters_of([optimizer])}
         if mine & self._seen:
-            raise UsageError(
-                f"{self._label}: two optimizers share a parameter, whose gradient would be scaled down twice. Fix: one of them"
-            )
+            what = f"{self._label}: two optimizers share a parameter"
+            why = "whose gradient would be scaled down twice"
+            raise UsageError(f"{what}, {why}. Fix: one of them")
         self._seen |= mine
         return optimizer
 
@@ -207,7 +203,7 @@ class ScaledPrecision(MixedPrecision):
 
     @hookimpl(wrapper=True)
     def reduce_gradients(self, run: Run) -> Generator[None, None, None]:
-        yield  # scaled gradients are reduced: an overflow on one rank becomes one on all, which then skip together
+        yield  # reduces scaled gradients: an overflow on one rank becomes one on all ranks
         for optimizer in filter(_has_gradients, run.optimizers):
             self._scaler.unscale_(optimizer)
             self._unscaled = True
@@ -217,7 +213,7 @@ class ScaledPrecision(MixedPrecision):
         self._stepped = False
         note = optimizer.register_step_pre_hook(self._note)
         try:
-            # The scaler refuses an optimizer that has nothing to unscale. Otherwise the CPU waits for the device here.
+            # The scaler refuses an optimizer without gradients. The CPU waits for the device here.
             self._scaler.step(optimizer) if _has_gradients(optimizer) else optimizer.step()
         finally:
             note.remove()
@@ -237,26 +233,24 @@ class ScaledPrecision(MixedPrecision):
             self._scaler.load_state_dict(state)
 
     def _note(self, optimizer: Optimizer, *_: Any) -> None:
-        """Note a call of ``optimizer.step``. A fused optimizer is called for a skipped step too, with the overflow in ``found_inf``."""
+        """Note a call of ``optimizer.step``.
+
+        A fused optimizer is called for a skipped step too, with the overflow in ``found_inf``.
+        """
         overflow = getattr(optimizer, "found_inf", None)
         self._stepped = overflow is None or not bool(overflow)
 
     def _finish(self, run: Run) -> None:
-        """After a step's last optimizer: count skipped steps, adjust the scale."""
+        """Count skipped steps and adjust the scale, after a step's last optimizer."""
         if self._skipped:
             run.log(SKIPPED, 1, on_step=False, on_epoch=True, reduce_fx="sum", batch_size=1)
         if self._unscaled and run.mode == "session":
-            self._due = (
-                True  # with the next backward: other optimizers may step on gradients of this one's
-            )
+            self._due = True  # at the next backward: other optimizers may step on these gradients
         elif self._unscaled:
             self._scaler.update()
         self._unscaled = self._skipped = False
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:
-    return any(
-        parameter.grad is not None
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    )
+    groups = optimizer.param_groups
+    return any(parameter.grad is not None for group in groups for parameter in group["params"])

@@ -15,9 +15,9 @@ SECONDS_A_LINE = 30.0
 
 
 class ProgressLines:
-    """Prints rank 0's progress: a line an epoch and an evaluation on standard error, the closing figures on standard output.
+    """Prints rank 0's progress on standard error, and the final metrics on standard output.
 
-    ``enable_progress_bar=True`` selects it if no plugin ``progress`` is installed. Its errors never stop a run.
+    ``enable_progress_bar=True`` selects it if no plugin ``progress`` is installed.
     """
 
     errors_are_warnings = True
@@ -26,7 +26,7 @@ class ProgressLines:
     def __init__(self) -> None:
         self._run_began = self._began = self._validation_began = 0.0
         self._first_step = 0
-        #: When the next line is due. A step costs one comparison with it.
+        #: The time of the next line. Each step compares the clock with it.
         self._due = math.inf
 
     @hookimpl
@@ -44,26 +44,14 @@ class ProgressLines:
             self._due = time.monotonic() + SECONDS_A_LINE
             total = run.stages["train"].batches[0]
             done = f"{run.batch_idx}/{total}" if total is not None else str(run.batch_idx)
-            _say(
-                run,
-                [
-                    f"{_epoch(run)}: {done} batches",
-                    self._steps_a_second(run),
-                    _text(run.logs.prog_bar),
-                ],
-            )
+            what = f"{_epoch(run)}: {done} batches"
+            _say(run, [what, self._steps_a_second(run), _text(run.logs.prog_bar)])
 
     @hookimpl
     def on_epoch_end(self, run: Run) -> None:
         self._due = math.inf
-        _say(
-            run,
-            [
-                f"{_epoch(run)}: step {run.step}",
-                self._steps_a_second(run),
-                _text({**run.logs.prog_bar, **run.logs.logged}),
-            ],
-        )
+        metrics = _text({**run.logs.prog_bar, **run.logs.logged})
+        _say(run, [f"{_epoch(run)}: step {run.step}", self._steps_a_second(run), metrics])
 
     @hookimpl
     def on_validation_start(self) -> None:
@@ -75,18 +63,11 @@ class ProgressLines:
         self._began += seconds  # the rate of an epoch is without its validations
         if run.command == run.stage:
             counts = run.current_stage.batches
-            known = [count for count in counts if count is not None]
-            batches = (
-                [f"{sum(known)} batches", f"{sum(known) / max(seconds, 1e-9):.1f} batches/s"]
-                if len(known) == len(counts)
-                else []
-            )
-            _say(
-                run,
-                [
-                    f"{run.stage}: {', '.join([*batches, _text({**run.logs.prog_bar, **run.logs.logged})])}"
-                ],
-            )
+            facts, total = [], sum(count or 0 for count in counts)
+            if None not in counts:
+                facts = [f"{total} batches", f"{total / max(seconds, 1e-9):.1f} batches/s"]
+            facts.append(_text({**run.logs.prog_bar, **run.logs.logged}))
+            _say(run, [f"{run.stage}: {', '.join(facts)}"])
 
     @hookimpl
     def on_run_end(self, run: Run) -> None:
@@ -99,7 +80,8 @@ class ProgressLines:
             print(f"{name:{width}}  {value:.6g}")
 
     def _steps_a_second(self, run: Run) -> str:
-        return f"{(run.step - self._first_step) / max(time.monotonic() - self._began, 1e-9):.1f} steps/s"
+        seconds = max(time.monotonic() - self._began, 1e-9)
+        return f"{(run.step - self._first_step) / seconds:.1f} steps/s"
 
 
 def _epoch(run: Run) -> str:

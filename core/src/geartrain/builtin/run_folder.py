@@ -24,18 +24,19 @@ class RunFolder:
 
     Args:
         path: the folder; created if it does not exist.
-        first: True in the process that starts the run as rank 0. It must find no other run there, unless it resumes that run; the
-            other ranks find the run that it began.
+        first: True in the process that starts the run as rank 0. It refuses a folder with another
+            run, unless it resumes that run.
 
     Raises:
-        UsageError: it is a file; or, by ``check_plan`` and ``reserved``, another run uses it or has left its files.
+        UsageError: it is a file; or, in ``check_plan`` and ``reserved``, another run uses it or has
+            left its files.
     """
 
     def __init__(self, path: Path, first: bool = True) -> None:
         if path.exists() and not path.is_dir():
             raise UsageError(f"output={str(path)!r} is not a folder.")
         self.path, self._first = path, first
-        #: True after the first run of this object: later ones continue in the folder that it began.
+        #: True after the first run of this object: later ones continue in its folder.
         self._began = False
         self._metrics: AppendedFile | None = None
         self._started = 0.0
@@ -49,7 +50,7 @@ class RunFolder:
 
     @contextmanager
     def reserved(self, resumes: bool = False) -> Iterator[None]:
-        """Keep other runs out of the folder until the block ends, in which a run of this object starts and ends.
+        """Keep other runs out of the folder during a run: until the block ends.
 
         Raises:
             UsageError: another run uses it, or has left its files and is not resumed.
@@ -58,9 +59,7 @@ class RunFolder:
             yield
             return
         with locked(self.path):
-            self._refuse_other_run(
-                resumes
-            )  # under the lock: of two runs that start in a new folder only one passes
+            self._refuse_other_run(resumes)  # under the lock, so that only one of two runs passes
             began, before = self._began, _changed(self.path / "plan.json")
             self._began = True
             try:
@@ -68,10 +67,8 @@ class RunFolder:
             except BaseException as error:
                 if _changed(self.path / "plan.json") != before:
                     self._correct_summary(error)
-                else:
-                    self._began = (
-                        began  # nothing started: the folder still belongs to the run that it held
-                    )
+                else:  # nothing started: the folder still belongs to the earlier run
+                    self._began = began
                 raise
 
     @hookimpl
@@ -82,8 +79,9 @@ class RunFolder:
     def _refuse_other_run(self, resumes: bool) -> None:
         if not self._began and not resumes and (self.path / "plan.json").exists():
             raise UsageError(
-                f"output={str(self.path)!r} holds a run already, and nothing is overwritten. Fix: another folder, or remove this one; "
-                "or resume that run: fit(..., ckpt_path='last'), on the command line --resume"
+                f"output={str(self.path)!r} holds a run already, and nothing is overwritten. Fix: "
+                "another folder, or remove this one; or resume that run: fit(..., "
+                "ckpt_path='last'), on the command line --resume"
             )
 
     @hookimpl
@@ -92,12 +90,10 @@ class RunFolder:
         if run.world.rank == 0:
             for kind in (".ckpt", ".csv", ".json", ".pt"):
                 remove_abandoned(self.path, kind)
-            with suppress(
-                OSError
-            ):  # then plan.json cannot be written either, and that error says what to do
-                (self.path / "summary.json").unlink(
-                    missing_ok=True
-                )  # of an earlier run: this one may be killed before it writes its own
+            # An earlier run's: this run may be killed before it writes its own. After an OSError
+            # plan.json cannot be written either, with a better error.
+            with suppress(OSError):
+                (self.path / "summary.json").unlink(missing_ok=True)
             _write_json(self.path / "plan.json", run.plan.as_dict())
             self._metrics = AppendedFile(self.path / "metrics.jsonl")
 
@@ -119,8 +115,11 @@ class RunFolder:
             self._close(run, _failure(error))
 
     def _correct_summary(self, error: BaseException) -> None:
-        """Let summary.json name the error that the caller gets. Rank 0 wrote the error that it saw, which may only be the connection
-        that a failed rank closed, or nothing if it was killed."""
+        """Write the error that the caller gets to summary.json.
+
+        Rank 0 may have written only the error of a connection that a failed rank closed, or nothing
+        if it was killed.
+        """
         path = self.path / "summary.json"
         try:
             written = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -135,21 +134,16 @@ class RunFolder:
         self._metrics = None
         self._last |= run.reported
         seconds = round(time.monotonic() - self._started, 3)
-        summary = {
-            **outcome,
-            "command": run.command,
-            "seconds": seconds,
-            "steps": run.step,
-            "epochs": run.epoch,
-            "metrics": _writable(self._last),
-        }
+        done = {"seconds": seconds, "steps": run.step, "epochs": run.epoch}
+        metrics = _writable(self._last)
+        summary = {**outcome, "command": run.command, **done, "metrics": metrics}
         _write_json(self.path / "summary.json", summary)
 
 
 class LastCheckpoint:
     """Writes the run folder's last.ckpt after each epoch, in every rank.
 
-    A separate part, registered last: it saves after all other parts have ended the epoch, so that the checkpoint has their new state.
+    It is registered last, so that it saves the state of all other parts after the epoch.
     """
 
     @hookimpl(wrapper=True)
@@ -171,7 +165,7 @@ def _changed(path: Path) -> int | None:
 
 
 def _writable(metrics: Mapping[str, float]) -> dict[str, float | str]:
-    """JSON has no NaN and no infinity: they are written as strings, ``"nan"`` and ``"inf"``."""
+    """Return metrics as JSON can hold them: NaN and infinity as ``"nan"`` and ``"inf"``."""
     return {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
 
 

@@ -10,7 +10,7 @@ from geartrain.plan import Layout, PlanRequest
 
 
 class SingleDeviceStrategy:
-    """Trains in this process on one device. Every other hook is core's default, which is made for just that."""
+    """Trains in this process on one device, with core's defaults for all other hooks."""
 
     #: The capabilities that the conformance kit may expect.
     capabilities: ClassVar[dict[str, bool]] = {"multi_node": False}
@@ -19,7 +19,8 @@ class SingleDeviceStrategy:
     def plan_processes(self, request: PlanRequest) -> Layout:
         if len(request.devices) > 1 or request.num_nodes > 1:
             raise UsageError(
-                f"geartrain[single] drives one device on one node, not {len(request.devices)} on {request.num_nodes}. "
+                f"geartrain[single] drives one device on one node, not {len(request.devices)} on "
+                f"{request.num_nodes}. "
                 "Fix: devices=1, or a strategy of several processes (--strategy ddp)"
             )
         return Layout(1, 1)

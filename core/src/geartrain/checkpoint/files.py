@@ -1,7 +1,7 @@
-"""A checkpoint's file: what ``torch.save`` writes, and behind it a digest of its bytes, so that a damaged file is never loaded.
+"""A checkpoint's file: the archive of ``torch.save`` and a digest, so that damage is detected.
 
-The digest is the comment of the ZIP archive: ``torch.load`` and ``unzip`` read the file as any other. torch's own checksums do not help:
-``torch.load`` does not compare them.
+The digest is the comment of the ZIP archive, which ``torch.load`` and ``unzip`` ignore. torch's own
+checksums do not help: ``torch.load`` does not compare them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from geartrain.errors import TrainingError, UsageError
 from geartrain.files.atomic import replacing
 
-#: The comment is this and the SHA-256, in hexadecimal digits, of the archive as it is without a comment.
+#: The comment is this and the SHA-256, in hexadecimal digits, of the archive without a comment.
 _MARK = b"geartrain sha256 "
 _COMMENT = len(_MARK) + 64
 #: The end of an archive without a comment: this, 16 bytes, and two for the length of the comment.
@@ -32,7 +32,7 @@ def write(state: dict[str, Any], path: Path) -> None:
     """
     with replacing(path) as file:
         hashing = _Hashing(file)
-        torch.save(state, hashing)  # type: ignore[arg-type]  # it needs these two methods alone
+        torch.save(state, hashing)  # type: ignore[arg-type]  # it needs only these two methods
         file.seek(-2, os.SEEK_END)
         file.write(_COMMENT.to_bytes(2, "little") + _MARK + hashing.digest.hexdigest().encode())
 
@@ -41,35 +41,33 @@ def read(path: Path) -> dict[str, Any]:
     """Read a checkpoint, or a file of ``torch.save`` that geartrain did not write. Runs no code.
 
     Raises:
-        UsageError: there is no such file.
+        UsageError: the file does not exist.
         TrainingError: it is damaged, or no checkpoint.
     """
     is_whole = check(path)
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch's own words advise to read it with code
+    except Exception as error:  # torch's own message advises to run code from the file
         raise TrainingError(
-            f"{path} could not be read as a checkpoint ({type(error).__name__}): it is of another kind, damaged, or holds more than "
-            "tensors and plain values. Fix: another file"
+            f"{path} could not be read as a checkpoint ({type(error).__name__}): it is of another "
+            "kind, damaged, or holds more than tensors and plain values. Fix: another file"
         ) from error
-    if (
-        not is_whole
-        and isinstance(state, dict)
-        and "geartrain" in state
-        and "saved_by" not in state
-    ):  # a plugin's file has no digest
+    if is_whole or not isinstance(state, dict):
+        return state
+    if "geartrain" in state and "saved_by" not in state:  # a plugin's file has no digest
         raise TrainingError(
-            f"{path} is damaged, or was saved again by another program: it is a checkpoint of geartrain without its digest. "
-            "Fix: another file; a file of your own weights is torch.save({'model': ...}), without the key 'geartrain'"
+            f"{path} is damaged, or was saved again by another program: it is a checkpoint of "
+            "geartrain without its digest. Fix: another file; a file of your own weights is "
+            "torch.save({'model': ...}), without the key 'geartrain'"
         )
     return state
 
 
 def check(path: Path) -> bool:
-    """Compare a file's bytes with its digest. Return ``False`` if it has none because geartrain did not write it.
+    """Compare a file's bytes with its digest; return ``False`` if geartrain did not write it.
 
     Raises:
-        UsageError: there is no such file.
+        UsageError: the file does not exist.
         TrainingError: it is damaged.
     """
     try:
@@ -78,14 +76,16 @@ def check(path: Path) -> bool:
     except FileNotFoundError as error:
         raise UsageError(f"there is no checkpoint {path}. Fix: pass an existing file") from error
     except OSError as error:
-        raise TrainingError(
-            f"{path} could not be read: {error.strerror}. Fix: another file"
-        ) from error
+        what = f"{path} could not be read: {error.strerror}"
+        raise TrainingError(f"{what}. Fix: another file") from error
 
 
 def peek(path: Path) -> dict[str, Any]:
-    """Return the state that a ``fit`` resumes from. Read no tensors and compare no digest. Empty if the file has none."""
-    with suppress(Exception):  # a file of the user's may be anything
+    """Return the state that a ``fit`` resumes from, empty if the file has none.
+
+    It reads no tensors and compares no digest.
+    """
+    with suppress(Exception):  # a user's file may be anything
         fit = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["fit"]
         progress(fit)  # raises if it is something else
         return dict(fit)
@@ -93,12 +93,9 @@ def peek(path: Path) -> dict[str, Any]:
 
 
 def progress(fit: dict[str, Any]) -> tuple[int, int, int]:
-    """Return how far a run was: epochs, steps, and batches of the epoch."""
-    return (
-        int(fit["epoch"]),
-        int(fit["step"]),
-        int(fit["batch_idx"]),
-    )  # a damaged file may hold anything
+    """Return the epochs, the steps and the batches of the epoch that were done."""
+    # int raises on what a damaged file may hold.
+    return int(fit["epoch"]), int(fit["step"]), int(fit["batch_idx"])
 
 
 def _check(file: IO[bytes], path: Path) -> bool:
@@ -107,11 +104,10 @@ def _check(file: IO[bytes], path: Path) -> bool:
     file.seek(max(0, size - _COMMENT - _END_SIZE))
     tail = file.read()
     end, comment = tail[:_END_SIZE], tail[_END_SIZE:]
-    if (
-        end[:4] == _END
-        and comment.startswith(_MARK)
-        and len(comment) == _COMMENT == int.from_bytes(end[-2:], "little")
-    ):
+    is_end = end[:4] == _END and comment.startswith(_MARK)
+    # torch.save ends an archive without a comment; a power cut leaves zeros.
+    is_torchs = begin[:2] != b"PK" or (tail[-_END_SIZE:][:4] == _END and tail[-2:] == bytes(2))
+    if is_end and len(comment) == _COMMENT == int.from_bytes(end[-2:], "little"):
         digest = hashlib.sha256()
         file.seek(0)
         left, buffer = size - _COMMENT - 2, memoryview(bytearray(2**20))
@@ -124,14 +120,11 @@ def _check(file: IO[bytes], path: Path) -> bool:
         digest.update(bytes(2))
         if digest.hexdigest().encode() == comment[len(_MARK) :]:
             return True
-    elif (
-        tail.strip(b"\0")
-        and _MARK not in tail
-        and (begin[:2] != b"PK" or (tail[-_END_SIZE:][:4] == _END and tail[-2:] == bytes(2)))
-    ):
-        return False  # no archive, or one that ends as torch.save ends it; a power cut leaves zeros
+    elif tail.strip(b"\0") and _MARK not in tail and is_torchs:
+        return False
     raise TrainingError(
-        f"{path} is damaged: its bytes are not those that were saved. Fix: another file; 'last' and 'auto' take the newest whole one"
+        f"{path} is damaged: its bytes are not those that were saved. "
+        "Fix: another file; 'last' and 'auto' take the newest whole one"
     )
 
 

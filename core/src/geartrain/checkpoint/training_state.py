@@ -1,10 +1,12 @@
-"""Save and load a checkpoint's ``"fit"``: everything but the weights that a ``fit`` needs to resume as if it had not stopped.
+"""Save and load a checkpoint's ``"fit"``: all that ``fit`` needs to resume, except the weights.
 
-:func:`training_state` saves it; :func:`load_training_state`, :func:`begin_epoch` and :meth:`Resumed.skip` put it back.
+:func:`training_state` saves it; :func:`load_training_state`, :func:`begin_epoch` and
+:meth:`Resumed.skip` restore it.
 
-Rank 0 writes one file. Weights, optimizers and schedulers in it are rank 0's: a strategy whose ranks differ in them keeps its own in
-``state_dict()``, which is loaded last, on each rank its own. What else differs from rank to rank (state of parts, random generators,
-metrics) reaches rank 0 by one ``broadcast`` a rank, the one collective that every strategy has.
+Rank 0 writes one file, with its own weights, optimizers and schedulers. If a strategy's ranks
+differ in them, the strategy keeps each rank's in its ``state_dict()``, which is loaded last. Other
+state of each rank (of parts, random generators, metrics) reaches rank 0 by one ``broadcast`` a
+rank, the one collective that every strategy has.
 """
 
 from __future__ import annotations
@@ -38,12 +40,12 @@ if TYPE_CHECKING:
 FORMAT = 1
 
 
-# --- saving --------------------------------------------------------------------------------------------------------------
+# --- saving ---------------------------------------------------------------------------------------
 
 
-#: Settings that a scheduler moves: they differ from those in the code after each step.
+#: Settings that a scheduler changes, so that they differ from those in the code.
 _SCHEDULED = frozenset(("lr", "momentum", "betas"))
-#: State of a group, not a setting; QAdam counts its steps there.
+#: Keys of a group that are no settings; QAdam counts its steps there.
 _NO_SETTINGS = frozenset(("params", "step"))
 #: The types of settings that can be compared.
 _COMPARED = {bool, int, float, str, tuple, list, Counter}
@@ -52,25 +54,22 @@ _COMPARED = {bool, int, float, str, tuple, list, Counter}
 def training_state(run: Run, epochs: int) -> dict[str, Any]:
     """Return the state that a ``fit`` needs to resume from here. Every rank calls it.
 
-    It costs ``world_size - 1`` broadcasts of one rank's state: about 10 KB of random state and its parts' ``state_dict()``, which
-    travels to all ranks although only rank 0 keeps it, because no hook sends to one rank alone. A part that says ``same_on_all_ranks``
-    sends nothing.
+    It costs ``world_size - 1`` broadcasts of one rank's state: about 10 KB of random state and the
+    ``state_dict()`` of its parts. All ranks get it, though only rank 0 keeps it, because no hook
+    sends to one rank alone. A part with ``same_on_all_ranks`` sends nothing.
 
     Args:
         epochs: epochs done; ``run.epoch`` within an epoch.
     """
     within = epochs == run.epoch and run.batch_idx > 0
     shared, own = _states_of_parts(run)
+    objects = {name: library.states(run.module) for name, library in libraries().items() if within}
     mine = {
         "parts": own,
         "random": random_now(run),
         "began": run.epoch_start if within else None,
         "logs": run.logs.state_dict(within),
-        "metric_objects": {
-            name: map_tensors(library.states(run.module), _to_cpu)
-            for name, library in libraries().items()
-            if within
-        },
+        "metric_objects": map_tensors(objects, _to_cpu),
     }
     return {
         "format": FORMAT,
@@ -80,27 +79,20 @@ def training_state(run: Run, epochs: int) -> dict[str, Any]:
         "validated": within and run.stage == "validate",
         "batches_seen": run.batches_seen,
         "optimizers": [
-            {**_named(optimizer), "parameters": parameter_names(run, optimizer)}
-            for optimizer in run.optimizers
+            {**_named(o), "parameters": parameter_names(run, o)} for o in run.optimizers
         ],
-        "schedulers": [
-            {**_named(schedule.scheduler), "progress": schedule.progress()}
-            for schedule in run.schedulers
-        ],
+        "schedulers": [{**_named(s.scheduler), "progress": s.progress()} for s in run.schedulers],
         "parts": shared,
-        "seeds": {
-            name: [order_seeds(loader) for loader in stage.loaders]
-            for name, stage in run.stages.items()
-        },
+        "seeds": {name: list(map(order_seeds, s.loaders)) for name, s in run.stages.items()},
         "ranks": run.ranks.gather_states(run, mine),
     }
 
 
 def _states_of_parts(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the states of parts by name: those that are the same on all ranks, and this rank's own.
+    """Return the states of parts by name: those that are equal on all ranks, and this rank's own.
 
-    If ranks' weights differ, what follows from them does too (an average of them, a scaler's skipped steps): then each rank keeps all of
-    its own, and rank 0's is for a world of another size.
+    If the ranks' weights differ, states that follow from them also do (an average, a scaler's
+    skipped steps). Then each rank keeps all of its own; a world of another size uses rank 0's.
     """
     shared: dict[str, Any] = {}
     own: dict[str, Any] = {}
@@ -132,23 +124,20 @@ def _same_on_all_ranks(part: LoadedPlugin) -> bool:
 
 
 def _same_weights(parts: tuple[LoadedPlugin, ...]) -> bool:
-    """True if all ranks have the same weights: unless the strategy declares otherwise."""
-    declared = [
-        getattr(part.plugin, "capabilities", None) for part in parts if part.info.kind == "strategy"
-    ]
+    """True if all ranks have the same weights, unless the strategy declares otherwise."""
+    strategies = [part.plugin for part in parts if part.info.kind == "strategy"]
+    declared = [getattr(strategy, "capabilities", None) for strategy in strategies]
     return all(one.get("identical_weights", True) for one in declared if isinstance(one, Mapping))
 
 
 def _portable(state: Any, whose: str) -> Any:
-    """Return a state on the CPU; ``None``, with a warning, if it could not be read again as data alone."""
+    """Return a state on the CPU; ``None``, with a warning, if a checkpoint cannot hold it."""
     odd = not_plain(state)
     if odd is None:
         return map_tensors(state, _to_cpu)
-    warnings.warn(
-        f"{whose}: its state_dict() holds {odd}, which could not be read again as data alone, so checkpoints leave it out. "
-        "Fix: tensors, numbers, strings, and lists, tuples and dicts of them",
-        stacklevel=2,
-    )
+    what = f"{whose}: its state_dict() holds {odd}, which could not be read again as data alone"
+    fix = "tensors, numbers, strings, and lists, tuples and dicts of them"
+    warnings.warn(f"{what}, so checkpoints leave it out. Fix: {fix}", stacklevel=2)
     return None
 
 
@@ -165,21 +154,17 @@ def _named(thing: Any) -> dict[str, Any]:
 
 
 def parameter_names(run: Run, optimizer: Optimizer) -> list[str]:
-    """Return the names of an optimizer's parameters, by whose order its state knows them; ``""`` for one that is not the module's."""
+    """Return the names of an optimizer's parameters, in its order; ``""`` if not the module's."""
     named = {parameter: name for name, parameter in run.module.named_parameters()}
-    return [
-        named.get(parameter, "")
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    ]
+    return [named.get(p, "") for group in optimizer.param_groups for p in group["params"]]
 
 
-# --- loading -------------------------------------------------------------------------------------------------------------
+# --- loading --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Where a run resumes, in the first epoch after a checkpoint."""
+    """The position where a run resumes, in the first epoch after a checkpoint."""
 
     #: The checkpoint's file; ``None`` if it was in memory.
     path: Path | None
@@ -187,11 +172,11 @@ class Resumed:
     batch_idx: int
     #: True if the checkpoint was saved at the end of the validation that was due there.
     validated: bool
-    #: The file's state of this rank; little if the world has another size.
+    #: The file's state of this rank; only a part of it if the world has another size.
     rank: dict[str, Any]
 
     def skip(self, run: Run, batches: Iterator[Any]) -> None:
-        """Take the batches that were done and leave everything as it was after them.
+        """Skip the batches that were done, and restore the state after them.
 
         Raises:
             TrainingError: the loader has fewer.
@@ -199,7 +184,8 @@ class Resumed:
         run.batch_idx = sum(1 for _ in islice(batches, self.batch_idx))
         if run.batch_idx < self.batch_idx:
             raise TrainingError(
-                f"the checkpoint was saved after {self.batch_idx} batches of an epoch, and the loader has only {run.batch_idx}"
+                f"the checkpoint was saved after {self.batch_idx} batches of an epoch, "
+                f"and the loader has only {run.batch_idx}"
             )
         if self.rank.get("random") is not None:
             set_random(run, self.rank["random"])
@@ -207,16 +193,16 @@ class Resumed:
         for name, library in libraries().items():
             library.set_states(run.module, self.rank.get("metric_objects", {}).get(name, {}))
         if run.module_hooks.has("training_epoch_end") and run.world.rank == 0:
-            warnings.warn(
-                f"training_epoch_end gets the outputs from batch {run.batch_idx} of this epoch on: those before are gone",
-                stacklevel=2,
+            what = (
+                f"training_epoch_end gets the outputs from batch {run.batch_idx} of this epoch on"
             )
+            warnings.warn(f"{what}: those before are gone", stacklevel=2)
 
 
 def begin_epoch(run: Run) -> None:
-    """Note where the generators stand as an epoch begins, from where its batches can be replayed.
+    """Record the random state at the beginning of an epoch, so that its batches can be replayed.
 
-    In the first epoch of a run that resumes they are first put where they stood then.
+    In the first epoch of a run that resumes, first restore the state that was recorded then.
     """
     if run.resumed is not None:
         began = run.resumed.rank.get("began" if run.resumed.batch_idx else "random")
@@ -226,22 +212,24 @@ def begin_epoch(run: Run) -> None:
 
 
 def refuse(run: Run, state: dict[str, Any], path: Path) -> None:
-    """Refuse a checkpoint from which this ``fit`` cannot resume, before anything is loaded: on every rank alike.
+    """Refuse a checkpoint from which this ``fit`` cannot resume, on every rank, before loading it.
 
     Raises:
-        TrainingError: it has weights only, is of a newer version, or of other optimizers or schedulers.
+        TrainingError: it has only weights, a newer format, or other optimizers or schedulers.
         UsageError: there is nothing left to do.
     """
     fit = state.get("fit")
     if not isinstance(fit, dict) or "format" not in fit:
         raise TrainingError(
-            f"{path} holds weights, and not what a fit needs to resume. Fix: checkpoint={str(path)!r} (on the command line --checkpoint), "
-            "which starts from the weights"
+            f"{path} holds weights, and not what a fit needs to resume. Fix: "
+            f"checkpoint={str(path)!r} (on the command line --checkpoint), which starts from the "
+            "weights"
         )
     if fit["format"] != FORMAT:
         raise TrainingError(
-            f"{path} was saved by geartrain {state.get('geartrain')}, whose format {fit['format']} this version does not know. "
-            "Fix: that version, or start from the weights alone with checkpoint="
+            f"{path} was saved by geartrain {state.get('geartrain')}, whose format {fit['format']} "
+            "this version does not know. Fix: that version, or start from the weights alone with "
+            "checkpoint="
         )
     options = run.plan.options
     for name, done, end in (
@@ -251,39 +239,39 @@ def refuse(run: Run, state: dict[str, Any], path: Path) -> None:
         if end != -1 and done >= end:
             unit = name.removeprefix("max_")
             raise UsageError(
-                f"there is nothing left to do: {path} has {done} {unit} done, and {name}={end}. Fix: a larger {name}"
+                f"there is nothing left to do: {path} has {done} {unit} done, and {name}={end}. "
+                f"Fix: a larger {name}"
             )
-    total = run.stages["train"].batches[0]
-    if len(fit["ranks"]) == run.world.size and total is not None and fit["batch_idx"] > total:
+    total, same_size = run.stages["train"].batches[0], len(fit["ranks"]) == run.world.size
+    if same_size and total is not None and fit["batch_idx"] > total:
         raise UsageError(
-            f"{path} was saved after {fit['batch_idx']} batches of an epoch, which now has {total}. Fix: the same data and batch size"
+            f"{path} was saved after {fit['batch_idx']} batches of an epoch, which now has "
+            f"{total}. Fix: the same data and batch size"
         )
     _refuse_others("optimizer", fit["optimizers"], list(run.optimizers), path)
-    _refuse_others(
-        "scheduler", fit["schedulers"], [schedule.scheduler for schedule in run.schedulers], path
-    )
+    _refuse_others("scheduler", fit["schedulers"], [s.scheduler for s in run.schedulers], path)
 
 
 def _refuse_others(what: str, saved: list[dict[str, Any]], now: list[Any], path: Path) -> None:
     theirs, ours = [one["class"] for one in saved], [type(one).__name__ for one in now]
     if theirs != ours:
         raise TrainingError(
-            f"{path} has the {what}s {', '.join(theirs) or 'none'}, and configure_optimizers made {', '.join(ours) or 'none'}. "
+            f"{path} has the {what}s {', '.join(theirs) or 'none'}, and configure_optimizers made "
+            f"{', '.join(ours) or 'none'}. "
             "Fix: the same ones, or start from the weights alone with checkpoint="
         )
 
 
 def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
-    """Give optimizers, schedulers, parts and counters their state; the weights are loaded.
+    """Load the state of optimizers, schedulers, parts and counters; the weights are loaded.
 
     Raises:
         TrainingError: a state does not fit.
     """
     others = _other_settings(run, fit)
     for optimizer, saved in zip(run.optimizers, fit["optimizers"], strict=True):
-        _refuse_other_parameters(
-            optimizer, saved["parameters"], parameter_names(run, optimizer), path
-        )
+        now = parameter_names(run, optimizer)
+        _refuse_other_parameters(optimizer, saved["parameters"], now, path)
         with _named_in_errors(path, type(optimizer).__name__):
             load_optimizer(optimizer, saved["state"])
     for schedule, saved in zip(run.schedulers, fit["schedulers"], strict=True):
@@ -298,96 +286,72 @@ def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
     mine = _of_this_rank(run, fit)
     run.logs.load_state_dict(mine["logs"])
     batch_idx = _batches_in_this_world(run, fit)
-    run.resumed = Resumed(
-        path if run.memory_checkpoint is None else None, batch_idx, fit["validated"], mine
-    )
+    file = path if run.memory_checkpoint is None else None
+    run.resumed = Resumed(file, batch_idx, fit["validated"], mine)
     _load_parts(run, fit, mine["parts"], path)
     if others:
-        warnings.warn(
-            f"{path} has {', '.join(others)}: the checkpoint's settings stand. Fix if unmeant: start from its weights with checkpoint= "
-            "(on the command line --checkpoint)",
-            stacklevel=2,
-        )
+        fix = "start from its weights with checkpoint= (on the command line --checkpoint)"
+        what = f"{path} has {', '.join(others)}: the checkpoint's settings stand"
+        warnings.warn(f"{what}. Fix if unmeant: {fix}", stacklevel=2)
     _warn_of_replay(run, batch_idx)
 
 
 def _warn_of_replay(run: Run, batch_idx: int) -> None:
     """Warn if the training loader may not repeat its batches."""
     loader = run.stages["train"].loaders[0]
-    one_shot, stream = (
-        isinstance(loader, Iterator),
-        isinstance(getattr(loader, "dataset", None), IterableDataset),
-    )
-    if run.world.rank == 0 and (
-        (one_shot and (run.batches_seen or batch_idx)) or (stream and batch_idx)
-    ):
-        what = (
-            "is an iterator, which continues from its own position"
-            if one_shot
-            else "cannot be told where to resume"
-        )
+    one_shot = isinstance(loader, Iterator)
+    stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
+    reads = batch_idx or (one_shot and run.batches_seen)
+    if run.world.rank == 0 and (one_shot or stream) and reads:
+        what = "cannot be told where to resume"
+        if one_shot:
+            what = "is an iterator, which continues from its own position"
         warnings.warn(
-            f"{describe(loader)} {what}: {batch_idx} batches are taken from it and thrown away. They are those that were trained on only "
-            "if it gives the same again",
+            f"{describe(loader)} {what}: {batch_idx} batches are taken from it and thrown away. "
+            "They are those that were trained on only if it gives the same again",
             stacklevel=2,
         )
 
 
 def _other_settings(run: Run, fit: dict[str, Any]) -> list[str]:
-    """Return the settings of optimizers and schedulers that differ between a checkpoint and ``configure_optimizers``.
+    """Return the settings that differ between a checkpoint and ``configure_optimizers``.
 
-    In a world of another size rates may follow the number of ranks, so nothing is compared.
+    In a world of another size rates may depend on the number of ranks, so nothing is compared.
     """
     if run.world.rank or run.memory_checkpoint is not None or len(fit["ranks"]) != run.world.size:
         return []
     pairs: list[tuple[str, Any, Any]] = []
     moves = _SCHEDULED if run.schedulers else frozenset()
     for optimizer, saved in zip(run.optimizers, fit["optimizers"], strict=True):
-        for theirs, ours in zip(
-            saved["state"].get("param_groups", ()), optimizer.param_groups, strict=False
-        ):
-            pairs += [
-                (
-                    f"{type(optimizer).__name__}'s {name.removeprefix('initial_')}",
-                    theirs[name],
-                    ours[name],
-                )
-                for name in theirs
-                if name in ours and name not in _NO_SETTINGS and name not in moves
-            ]
+        whose, groups = type(optimizer).__name__, saved["state"].get("param_groups", ())
+        for theirs, ours in zip(groups, optimizer.param_groups, strict=False):
+            for name in theirs:
+                if name in ours and name not in _NO_SETTINGS | moves:
+                    setting = f"{whose}'s {name.removeprefix('initial_')}"
+                    pairs.append((setting, theirs[name], ours[name]))
     for schedule, saved in zip(run.schedulers, fit["schedulers"], strict=True):
-        kind, theirs, ours = (
-            type(schedule.scheduler),
-            saved["state"] or {},
-            vars(schedule.scheduler),
-        )
+        kind, theirs = type(schedule.scheduler), saved["state"] or {}
+        ours = vars(schedule.scheduler)
         made_with = inspect.signature(kind).parameters.keys() - {"last_epoch"}
-        pairs += [
-            (f"{kind.__name__}'s {name}", theirs[name], ours[name])
-            for name in sorted(made_with & theirs.keys() & ours.keys())
-        ]
-    # Several groups may differ alike.
-    return list(
-        dict.fromkeys(
-            f"{what} {a} and not {b}"
-            for what, a, b in pairs
-            if {type(a), type(b)} <= _COMPARED and a != b
-        )
-    )
+        for name in sorted(made_with & theirs.keys() & ours.keys()):
+            pairs.append((f"{kind.__name__}'s {name}", theirs[name], ours[name]))
+    compared = [(n, a, b) for n, a, b in pairs if {type(a), type(b)} <= _COMPARED]
+    # A dict: several groups may have the same difference.
+    return list(dict.fromkeys(f"{name} {a} and not {b}" for name, a, b in compared if a != b))
 
 
 def _refuse_other_parameters(
     optimizer: Optimizer, saved: list[str], now: list[str], path: Path
 ) -> None:
-    """torch pairs state and parameters by their order, and looks at nothing else: not even at shapes."""
+    """Refuse other parameters: torch pairs state and parameters by their order alone."""
     if saved == now:
         return
-    index, was, here = next(
-        (i, a, b) for i, (a, b) in enumerate(zip_longest(saved, now, fillvalue="none")) if a != b
-    )
+    pairs = enumerate(zip_longest(saved, now, fillvalue="none"))
+    index, was, here = next((i, a, b) for i, (a, b) in pairs if a != b)
     raise TrainingError(
-        f"{path}: parameter {index} of {type(optimizer).__name__} was {was or 'one of no name'}, and is {here or 'one of no name'} now. "
-        "Fix: the same parameters in the same order, or start from the weights alone with checkpoint="
+        f"{path}: parameter {index} of {type(optimizer).__name__} was {was or 'one of no name'}, "
+        f"and is {here or 'one of no name'} now. Fix: the same parameters in the same order, or "
+        "start from the weights alone with checkpoint="
     )
 
 
@@ -400,8 +364,11 @@ def _named_in_errors(path: Path, what: str) -> Iterator[None]:
 
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """``load_state_dict``, with groups and state in the same dicts as before: a scheduler was made with them, and so was an optimizer that
-    a strategy has put another in front of. torch puts new ones in their place, and the old ones would hear of no step."""
+    """Call ``load_state_dict``, and keep the optimizer's dicts of groups and state.
+
+    torch would replace them. A scheduler, or an optimizer that a strategy has wrapped, holds the
+    old ones and would see no later step.
+    """
     groups, slots = list(optimizer.param_groups), optimizer.state
     optimizer.load_state_dict(state)
     for index, (old, new) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
@@ -417,7 +384,10 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 
 def _of_this_rank(run: Run, fit: dict[str, Any]) -> dict[str, Any]:
-    """Return the file's state of this rank; in a world of another size its random state, if the rank existed, and rank 0's metrics."""
+    """Return the file's state of this rank.
+
+    In a world of another size it has the random state, if the rank existed, and rank 0's metrics.
+    """
     ranks, rank = fit["ranks"], run.world.rank
     if len(ranks) == run.world.size:
         return dict(ranks[rank])
@@ -427,51 +397,43 @@ def _of_this_rank(run: Run, fit: dict[str, Any]) -> dict[str, Any]:
 
 
 def _batches_in_this_world(run: Run, fit: dict[str, Any]) -> int:
-    """Return after how many batches of this rank the epoch resumes, which a world of another size may have begun."""
+    """Return after how many of this rank's batches the epoch resumes, in a world of any size."""
     before, now, done = len(fit["ranks"]), run.world.size, int(fit["batch_idx"])
     if before == now:
         return done
-    total = run.stages["train"].batches[0]
-    batches = done * before // now
-    batches = (
-        batches if total is None else min(batches, total)
-    )  # shards are padded: the smaller world's epoch may be shorter
+    total, batches = run.stages["train"].batches[0], done * before // now
+    if total is not None:  # shards are padded: the smaller world's epoch may be shorter
+        batches = min(batches, total)
     if done and run.world.rank == 0:
         warnings.warn(
-            f"the checkpoint was saved by {before} ranks after {done} batches of an epoch, which {now} ranks resume after {batches}: "
-            "some of its samples may come twice or not at all, and its metrics cover the rest",
+            f"the checkpoint was saved by {before} ranks after {done} batches of an epoch, which "
+            f"{now} ranks resume after {batches}: some of its samples may come twice or not at "
+            "all, and its metrics cover the rest",
             stacklevel=2,
         )
     return batches
 
 
 def _load_parts(run: Run, fit: dict[str, Any], own: dict[str, Any], path: Path) -> None:
-    """Give each part its state, this rank's own or the shared one, and warn of states and parts that have no counterpart."""
+    """Load each part's state, this rank's own or the shared one; warn if either is missing."""
     shared, here = fit["parts"], named_parts(run.hooks.parts)
     known = {*shared, *(name for rank in fit["ranks"] for name in rank["parts"])}
-    stateless = []
+    stateless: list[str] = []
     for name, part in here.items():
         if name in shared or name in own:
             with _named_in_errors(path, part.info.label):
                 part.plugin.load_state_dict(own[name] if name in own else shared[name])
         else:
-            ranks = (
-                f" (it has one for each of {len(fit['ranks'])} ranks, not {run.world.size})"
-                if name in known
-                else ""
-            )
-            stateless.append(
-                f"no saved state for {part.info.label}{ranks}, which starts from scratch"
-            )
-    absent = sorted(known - here.keys())
-    told = stateless + (
-        [f"it has state of {', '.join(absent)}, which this run does not have"] if absent else []
-    )
-    if told and run.world.rank == 0:
-        warnings.warn(f"{path}: {'; '.join(told)}", stacklevel=2)
+            ranks = f" (it has one for each of {len(fit['ranks'])} ranks, not {run.world.size})"
+            what = f"no saved state for {part.info.label}{ranks if name in known else ''}"
+            stateless.append(f"{what}, which starts from scratch")
+    if absent := sorted(known - here.keys()):
+        stateless.append(f"it has state of {', '.join(absent)}, which this run does not have")
+    if stateless and run.world.rank == 0:
+        warnings.warn(f"{path}: {'; '.join(stateless)}", stacklevel=2)
 
 
-# --- random generators ---------------------------------------------------------------------------------------------------
+# --- random generators ----------------------------------------------------------------------------
 
 
 def _loaders(run: Run) -> list[Any]:
@@ -479,39 +441,27 @@ def _loaders(run: Run) -> list[Any]:
 
 
 def random_now(run: Run) -> dict[str, Any]:
-    """Return where this rank's generators stand, the global ones and those of loaders, and which loaders' persistent workers run."""
+    """Return this rank's random state, and which loaders' persistent workers run."""
     loaders = _loaders(run)
     own = [generator.get_state() for loader in loaders for generator in generators(loader)]
-    started = [
-        isinstance(loader, DataLoader) and loader._iterator is not None for loader in loaders
-    ]
-    return {
-        **random_state(run.device, every=run.plan.layout.devices_per_process > 1),
-        "loaders": own,
-        "workers": started,
-    }
+    started = [isinstance(one, DataLoader) and one._iterator is not None for one in loaders]
+    everywhere = random_state(run.device, every=run.plan.layout.devices_per_process > 1)
+    return {**everywhere, "loaders": own, "workers": started}
 
 
 def set_random(run: Run, state: dict[str, Any]) -> None:
-    """Put all generators where :func:`random_now` found them."""
+    """Restore the state that :func:`random_now` returned."""
     loaders = _loaders(run)
     for loader, started in zip(loaders, state.get("workers", ()), strict=False):
-        if (
-            started
-            and isinstance(loader, DataLoader)
-            and loader.persistent_workers
-            and loader._iterator is None
-        ):
-            iter(
-                loader
-            )  # starts them, for which torch draws a seed: now, and not after the generators have been set
+        persistent = isinstance(loader, DataLoader) and loader.persistent_workers
+        if started and persistent and loader._iterator is None:
+            iter(loader)  # start workers before the generators are set: torch draws a seed
     set_random_state(run.device, state)
     own = [generator for loader in loaders for generator in generators(loader)]
-    if len(own) != len(state["loaders"]):
-        warnings.warn(
-            f"the loaders have {len(own)} generators, and had {len(state['loaders'])}: their order starts from scratch",
-            stacklevel=2,
-        )
+    before = len(state["loaders"])
+    if len(own) != before:
+        what = f"the loaders have {len(own)} generators, and had {before}"
+        warnings.warn(f"{what}: their order starts from scratch", stacklevel=2)
         return
     for generator, numbers in zip(own, state["loaders"], strict=True):
         generator.set_state(numbers)

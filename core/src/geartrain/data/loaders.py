@@ -1,4 +1,4 @@
-"""Loaders and batches: where loaders come from, how long they are, and how a batch gets to the device."""
+"""Loaders and batches: the source of loaders, their length, and the transfer of a batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from geartrain.module.module import DataModule, Module, overridden
 if TYPE_CHECKING:
     from geartrain.loop.run import Run
 
-#: stage -> the method that gives its loaders.
+#: stage -> the method that returns its loaders.
 _METHODS = {
     "train": "train_dataloader",
     "validate": "val_dataloader",
@@ -30,11 +30,12 @@ TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_af
 
 
 class Through:
-    """Batches, each through a function, as a wrapper of ``device_batches`` returns them.
+    """Batches to which a function is applied, for a wrapper of the hook ``device_batches``.
 
     Args:
         batches: the result of the hook's owner.
         loader: their loader.
+        function: called with each batch; returns the new batch.
     """
 
     def __init__(
@@ -46,31 +47,30 @@ class Through:
         return self
 
     def __next__(self) -> Any:
-        return self._function(
-            next(self._batches)
-        )  # in no variable: the batch as it was must not stay on the device beside the new one
+        # No variable: it would keep the old batch on the device beside the new one.
+        return self._function(next(self._batches))
 
     def close(self) -> None:
+        """Close the iterator of the hook's owner."""
         close_batches(self._batches, self._loader)
 
 
 def close_batches(batches: Any, loader: Any) -> None:
-    """Close an iterator of ``device_batches``: one that prefetches holds batches and streams, and a DataLoader's has workers, which an
-    error's traceback would keep. A user's generator, which is the loader itself, continues in the next epoch, and so do
-    persistent workers."""
+    """Close an iterator of ``device_batches``, whose batches or workers a traceback would keep.
+
+    A generator that is the loader itself stays open for the next epoch; so do persistent workers.
+    """
     close = getattr(batches, "close", None) or getattr(batches, "_shutdown_workers", None)
-    if (
-        close is not None
-        and batches is not loader
-        and batches is not getattr(loader, "_iterator", None)
-    ):
+    stays = batches is loader or batches is getattr(loader, "_iterator", None)
+    if close is not None and not stays:
         close()
 
 
 def end_workers(loader: Any) -> None:
     """End a loader's persistent workers. The next pass over it starts others.
 
-    Left to the garbage collector, each of them costs 5 s: it finalizes the worker's queue first, and torch waits for an answer.
+    The garbage collector would need 5 s for each: it finalizes the worker's queue first, and torch
+    waits for an answer.
     """
     iterator = loader._iterator if isinstance(loader, DataLoader) else None
     if iterator is not None:
@@ -79,33 +79,33 @@ def end_workers(loader: Any) -> None:
 
 
 def moves_nothing(run: Run) -> bool:
-    """True if a batch can be used as the loader gave it: on the CPU, without a transfer hook in the module."""
-    return run.device.type == "cpu" and not any(
-        overridden(run.module, name) for name in TRANSFER_HOOKS
-    )
+    """True if a batch needs no transfer: on the CPU, without a transfer hook in the module."""
+    has_own = any(overridden(run.module, name) for name in TRANSFER_HOOKS)
+    return run.device.type == "cpu" and not has_own
 
 
 def transfer(run: Run, batch: Any) -> Any:
-    """One batch on the device, through the module's own transfer hooks."""
+    """Return a batch on the device, moved by the module's transfer hooks.
+
+    Raises:
+        TrainingError: a hook returned ``None``.
+    """
     module, index, was = run.module, run.dataloader_idx, batch
     batch = module.on_before_batch_transfer(batch, index)
     batch = module.transfer_batch_to_device(batch, run.device, index)
     batch = module.on_after_batch_transfer(batch, index)
     if batch is None and was is not None:
-        own = [name for name in TRANSFER_HOOKS if overridden(module, name)]
-        raise TrainingError(
-            f"{type(module).__name__}: {' or '.join(own)} made None of a batch. Fix: return the batch from it"
-        )
+        own = " or ".join(name for name in TRANSFER_HOOKS if overridden(module, name))
+        what = f"{type(module).__name__}: {own} made None of a batch"
+        raise TrainingError(f"{what}. Fix: return the batch from it")
     return batch
 
 
 def first_size(batch: Any) -> int | None:
-    """The first dimension of the first tensor in a batch that has one; ``None`` if there is none."""
+    """Return the first dimension of the first tensor that has one, or ``None``."""
     if isinstance(batch, torch.Tensor):
         return batch.size(0) if batch.ndim else None
-    if (
-        batch.__class__ is tuple or batch.__class__ is list
-    ):  # before the questions that take longer: this is asked once a step
+    if batch.__class__ is tuple or batch.__class__ is list:  # first: this runs in every step
         for item in batch:
             size = first_size(item)
             if size is not None:
@@ -115,7 +115,7 @@ def first_size(batch: Any) -> int | None:
 
 
 def _first_dimensions(batch: Any) -> Iterator[int]:
-    """The first dimension of each tensor and array in a batch that has one."""
+    """Yield the first dimension of each tensor and array in a batch that has one."""
     if isinstance(batch, torch.Tensor) or (hasattr(batch, "__array__") and hasattr(batch, "shape")):
         if batch.shape:
             yield int(batch.shape[0])
@@ -130,15 +130,15 @@ def _items(batch: Any) -> Iterable[Any]:
         return batch.values()
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         return [getattr(batch, f.name) for f in dataclasses.fields(batch)]
-    return (
-        batch
-        if isinstance(batch, Iterable) and not isinstance(batch, str | bytes | Iterator)
-        else ()
-    )
+    is_nested = isinstance(batch, Iterable) and not isinstance(batch, str | bytes | Iterator)
+    return batch if is_nested else ()
 
 
-def _told_size(batch: Any) -> int | None:
-    """The number of samples that a batch, or something in it, says itself: a batch of graphs has one row a node, not one a graph."""
+def _own_size(batch: Any) -> int | None:
+    """Return ``batch_size`` or ``num_graphs`` of a batch or of its first item that has one.
+
+    A batch of graphs has one row a node, not one a graph.
+    """
     if isinstance(batch, torch.Tensor | str | bytes):
         return None
     for name in ("batch_size", "num_graphs"):
@@ -146,44 +146,42 @@ def _told_size(batch: Any) -> int | None:
         size = size[0] if isinstance(size, torch.Size) and size else size  # of a TensorDict
         if type(size) is int:
             return size
-    return next((size for item in _items(batch) if (size := _told_size(item)) is not None), None)
+    return next((size for item in _items(batch) if (size := _own_size(item)) is not None), None)
 
 
 def _last_size(batch: Any) -> int | None:
-    """The first dimension of the last tensor: the labels, beside a list of images."""
+    """Return the first dimension of the last tensor: the labels, beside a list of images."""
     return next(iter([*_first_dimensions(batch)][-1:]), None)
 
 
 def _outer_size(batch: Any) -> int | None:
-    """The length of a batch that is a list of samples."""
+    """Return the length of a batch that is a list of samples."""
     return len(batch) if type(batch) in (list, tuple) else None
 
 
 def _listed_size(batch: Any) -> int | None:
-    """The length of the list that holds the first thing in a batch: a list of images, beside a list of boxes."""
+    """Return the length of the innermost first list: the images, beside a list of boxes."""
     if type(batch) in (list, tuple) and batch:
         return size if (size := _listed_size(batch[0])) is not None else len(batch)
-    return (
-        next((size for item in batch.values() if (size := _listed_size(item)) is not None), None)
-        if isinstance(batch, Mapping)
-        else None
-    )
+    values = batch.values() if isinstance(batch, Mapping) else ()
+    return next((size for item in values if (size := _listed_size(item)) is not None), None)
 
 
 class BatchSizer:
-    """Say how many samples each batch of one loader has.
+    """Finds how many samples each batch of one loader has.
 
-    A batch may say it itself. Otherwise the first one is compared with the loader, if that knows its batch size, to see where in a batch
-    the number stands. If it stands nowhere, the loader's own is taken.
+    A batch may have the number as an attribute. Otherwise the first batch is compared with the
+    loader's batch size, to find a dimension that is equal to it. If none is, every batch counts as
+    the loader's batch size.
 
     Args:
-        loader: what gives the batches.
-        warns: whether to warn if there is no certain answer.
+        loader: the source of the batches, or ``None``.
+        warns: True to warn if the answer is not certain.
     """
 
     def __init__(self, loader: Any, warns: bool = True) -> None:
         self._loader, self._warns = loader, warns
-        #: The number of samples in a batch; ``None`` if there is no telling. The first call puts the rule that it finds here.
+        #: Returns the samples in a batch, or ``None``. The first call replaces it by a rule.
         self.size: Callable[[Any], int | None] = self._first
 
     def _first(self, batch: Any) -> int | None:
@@ -191,36 +189,37 @@ class BatchSizer:
         return self.size(batch)
 
     def _find(self, batch: Any) -> Callable[[Any], int | None]:
-        if _told_size(batch) is not None:
-            return _told_size
-        size, samples = (
-            loader_batch_size(self._loader),
-            length(getattr(self._loader, "sampler", None)),
-        )
+        if _own_size(batch) is not None:
+            return _own_size
+        size = loader_batch_size(self._loader)
+        samples = length(getattr(self._loader, "sampler", None))
         expected = size if size is None or samples is None else min(size, samples)
         for rule in (first_size, _last_size, _listed_size, _outer_size):
             if expected is not None and rule(batch) == expected:
                 return rule
         found = sorted(set(_first_dimensions(batch)))
         if len(found) < 2 and (expected is None or (found and (expected == 1 or samples is None))):
-            return first_size  # nothing contradicts it: the loader does not know, or its dataset makes batches itself, or is a short stream
+            # Nothing contradicts it: the loader has no batch size, its dataset makes batches, or it
+            # is a short stream.
+            return first_size
         weight = first_size(batch) if expected is None else expected
         if self._warns:
             warnings.warn(
-                f"a batch of {describe(self._loader)} does not say how many samples it has: the first dimensions of its tensors are "
-                f"{found}, and the loader's batch size is {size}. Its size is taken to be {weight}. "
-                "Fix: self.log(..., batch_size=NUMBER), or let the batch have an attribute batch_size",
+                f"a batch of {describe(self._loader)} does not say how many samples it has: the "
+                f"first dimensions of its tensors are {found}, and the loader's batch size is "
+                f"{size}. Its size is taken to be {weight}. Fix: self.log(..., batch_size=NUMBER), "
+                "or let the batch have an attribute batch_size",
                 stacklevel=2,
             )
         return first_size if expected is None else lambda _: expected
 
 
-# --- loaders -------------------------------------------------------------------------------------------------------------
+# --- loaders --------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DataSource:
-    """Where a run's loaders come from."""
+    """The source of a run's loaders."""
 
     #: stage -> the loaders that the user passed to ``Trainer``, if any.
     given: Mapping[str, Any]
@@ -228,67 +227,56 @@ class DataSource:
 
     @staticmethod
     def method(stage: str) -> str:
-        """The method that makes a stage's loaders."""
+        """Return the name of the method that makes a stage's loaders."""
         return _METHODS[stage]
 
     def loaders(self, stage: str, module: Module) -> list[Iterable[Any]]:
-        """Return the loaders of a stage: those given, else the DataModule's, else the module's; empty if none exist.
+        """Return the loaders of a stage: those given, else the DataModule's, else the module's.
 
         Raises:
             UsageError: the loaders are neither loaders nor batches.
         """
         given, method = self.given.get(stage), _METHODS[stage]
-        owner = (
-            self.datamodule
-            if self.datamodule is not None and overridden(self.datamodule, method)
-            else module
-        )
+        owner: Module | DataModule = module
+        if self.datamodule is not None and overridden(self.datamodule, method):
+            owner = self.datamodule
         if given is None and callable(getattr(owner, method, None)):
             given = getattr(owner, method)()
             if given is None and stage == "validate":
-                warnings.warn(
-                    f"{type(owner).__name__}.{method} returned None, so there is nothing to validate",
-                    stacklevel=2,
-                )
+                what = f"{type(owner).__name__}.{method} returned None"
+                warnings.warn(f"{what}, so there is nothing to validate", stacklevel=2)
         return [] if given is None else read_loaders(given, stage)
 
 
 def read_loaders(given: Any, stage: str) -> list[Iterable[Any]]:
-    """Return the loaders in what stands for a stage's data: a loader, batches, or nested lists and dicts of loaders, in their order.
+    """Return the loaders in a stage's data, in their order.
+
+    Args:
+        given: a loader, batches, or nested lists and dicts of loaders.
 
     Raises:
         UsageError: it holds no loaders, or several to train on; or it cannot be iterated.
     """
     found = list(_leaves(given))
     loaders = [item for item in found if _is_loader(item)]
-    is_list = isinstance(given, list | tuple)
-    if (
-        not isinstance(given, Iterable)
-        or isinstance(given, str | bytes)
-        or hasattr(given, "itertuples")
-    ):  # a data frame gives its columns
-        raise UsageError(
-            f"the loader to {stage} is {_shown(given)}, which is none. Fix: a DataLoader or an iterable of batches"
-        )
-    if isinstance(given, Mapping) or (
-        is_list and any(isinstance(item, DataLoader) for item in found)
-    ):
+    kind, is_list = type(given).__name__, isinstance(given, list | tuple)
+    is_text_or_frame = isinstance(given, str | bytes) or hasattr(given, "itertuples")
+    if not isinstance(given, Iterable) or is_text_or_frame:  # a data frame iterates its columns
+        what = f"the loader to {stage} is {_shown(given)}, which is none"
+        raise UsageError(f"{what}. Fix: a DataLoader or an iterable of batches")
+    has_loader = any(isinstance(item, DataLoader) for item in found)
+    if isinstance(given, Mapping) or (is_list and has_loader):
         if not found or len(loaders) < len(found):
-            what = (
-                ", ".join(
-                    dict.fromkeys(type(item).__name__ for item in found if not _is_loader(item))
-                )
-                or "nothing"
-            )
-            raise UsageError(
-                f"the {type(given).__name__} to {stage} holds {what} in place of loaders. Fix: give loaders alone in it"
-            )
+            others = dict.fromkeys(type(item).__name__ for item in found if not _is_loader(item))
+            what = f"the {kind} to {stage} holds {', '.join(others) or 'nothing'}"
+            raise UsageError(f"{what} in place of loaders. Fix: give loaders alone in it")
     elif not is_list or not found or len(loaders) < len(found):
         return [given]
     if stage == "train" and (len(loaders) > 1 or isinstance(given, Mapping)):
         raise UsageError(
-            f"a {type(given).__name__} of {len(loaders)} loaders to train on is given, and training takes one loader. Fix: a DataLoader of "
-            "torch.utils.data.ConcatDataset, to train on one after the other, or of StackDataset, whose batches have something of each"
+            f"a {kind} of {len(loaders)} loaders to train on is given, and training takes one "
+            "loader. Fix: a DataLoader of torch.utils.data.ConcatDataset, to train on one after "
+            "the other, or of StackDataset, whose batches have something of each"
         )
     return loaders
 
@@ -299,7 +287,7 @@ def _shown(thing: Any) -> str:
 
 
 def _leaves(thing: Any) -> Iterator[Any]:
-    """What stands in nested lists, tuples and dicts; the thing itself if it is none."""
+    """Yield the leaves of nested lists, tuples and dicts."""
     if isinstance(thing, Mapping | list | tuple):
         for item in thing.values() if isinstance(thing, Mapping) else thing:
             yield from _leaves(item)
@@ -308,17 +296,13 @@ def _leaves(thing: Any) -> Iterator[Any]:
 
 
 def _is_loader(item: Any) -> bool:
-    """True if an item of a list is a loader, and not a batch, which can be moved or is an array or text."""
-    return (
-        isinstance(item, Iterable)
-        and not isinstance(item, str | bytes)
-        and not hasattr(item, "to")
-        and not hasattr(item, "__array__")
-    )
+    """True if an item of a list is a loader. A batch can be moved, or is an array or text."""
+    is_batch = hasattr(item, "to") or hasattr(item, "__array__") or isinstance(item, str | bytes)
+    return isinstance(item, Iterable) and not is_batch
 
 
 def length(thing: Any) -> int | None:
-    """Return the length of a loader or sampler; ``None`` if it cannot say."""
+    """Return the length of a loader or sampler, ``None`` if it has none."""
     try:
         return len(thing)
     except (TypeError, NotImplementedError):
@@ -328,10 +312,12 @@ def length(thing: Any) -> int | None:
 def count_batches(
     loader: Iterable[Any], limit: int | float | None, stage: str, total: int | None = None
 ) -> int | None:
-    """Return how many batches of a loader will be used; ``None`` if it cannot say.
+    """Return how many batches of a loader will be used; ``None`` if it has no length.
 
     Args:
-        total: how many it has; default: its length.
+        limit: the largest number of batches, or a fraction of them; ``None`` for all.
+        stage: its name, for errors.
+        total: the batches that it has; default: its length.
 
     Raises:
         TrainingError: the loader is empty.
@@ -341,18 +327,15 @@ def count_batches(
     if limit == 0:
         return 0
     if total == 0:
-        raise TrainingError(
-            f"the loader to {stage} is empty: {describe(loader)}. Fix: give it samples, or a smaller batch_size with drop_last"
-        )
+        fix = "give it samples, or a smaller batch_size with drop_last"
+        raise TrainingError(f"the loader to {stage} is empty: {describe(loader)}. Fix: {fix}")
     if isinstance(limit, float) and limit < 1.0:
         if total is None:
-            raise UsageError(
-                f"a fraction ({limit}) of the loader to {stage} cannot be taken: it has no length. Fix: a number of batches"
-            )
+            what = f"a fraction ({limit}) of the loader to {stage} cannot be taken"
+            raise UsageError(f"{what}: it has no length. Fix: a number of batches")
         if int(total * limit) == 0:
-            raise UsageError(
-                f"{limit} of the {total} batches to {stage} is less than one batch. Fix: a larger fraction, or a number of batches"
-            )
+            what = f"{limit} of the {total} batches to {stage} is less than one batch"
+            raise UsageError(f"{what}. Fix: a larger fraction, or a number of batches")
         return int(total * limit)
     if limit is None or isinstance(limit, float):
         return total
@@ -360,12 +343,13 @@ def count_batches(
 
 
 def describe(loader: Any) -> str:
+    """Return the class of a loader and of its dataset, for messages."""
     dataset = getattr(loader, "dataset", None)
     return type(loader).__name__ + (f" of {type(dataset).__name__}" if dataset is not None else "")
 
 
 def loader_batch_size(loader: Any) -> int | None:
-    """Samples in one batch, as far as the loader says it without being iterated."""
+    """Return the samples in one batch if the loader has the number, without iterating it."""
     size = getattr(loader, "batch_size", None)
     if size is None:
         size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)

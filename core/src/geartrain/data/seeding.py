@@ -15,7 +15,7 @@ import torch
 def seed_everything(seed: int) -> int:
     """Seed Python's, NumPy's (if it is loaded) and torch's generators, on every device.
 
-    DataLoader workers draw their seeds from torch's, so they follow.
+    DataLoader workers draw their seeds from torch's generator.
 
     Args:
         seed: 0 to 2**32 - 1, NumPy's range.
@@ -31,30 +31,29 @@ def seed_everything(seed: int) -> int:
 
 
 def random_state(device: torch.device, every: bool = False) -> dict[str, Any]:
-    """Return the state of the global generators (torch's, Python's, NumPy's if it is loaded, the device's), as tensors and plain values.
+    """Return the state of the global generators, as tensors and plain values.
+
+    These are torch's, Python's, the device's, and NumPy's if it is loaded.
 
     Args:
         every: of every device of this kind that the process sees, instead of one.
     """
     version, numbers, gauss = random.getstate()
-    state: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "python": [version, list(numbers), gauss],
-    }
+    python = [version, list(numbers), gauss]
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": python}
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state()
         state["numpy"] = [name, keys.tolist(), *rest]
     if device.type == "cuda":
-        state["cuda"] = (
-            torch.cuda.get_rng_state_all() if every else [torch.cuda.get_rng_state(device)]
-        )
+        one_or_all = torch.cuda.get_rng_state_all() if every else [torch.cuda.get_rng_state(device)]
+        state["cuda"] = one_or_all
     elif device.type == "mps":
         state["mps"] = torch.mps.get_rng_state()
     return state
 
 
 def set_random_state(device: torch.device, state: dict[str, Any]) -> None:
-    """Restore the state that :func:`random_state` returned; generators of another kind of device stay as they are."""
+    """Restore the state of :func:`random_state`, except that of another kind of device."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     torch.set_rng_state(state["torch"])
@@ -63,12 +62,9 @@ def set_random_state(device: torch.device, state: dict[str, Any]) -> None:
         numpy = sys.modules["numpy"]
         numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
     if device.type == "cuda" and "cuda" in state:
-        several = len(state["cuda"]) > 1
-        devices = (
-            [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-            if several
-            else [device]
-        )
+        devices = [device]
+        if len(state["cuda"]) > 1:
+            devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
         for one, numbers in zip(devices, state["cuda"], strict=False):
             torch.cuda.set_rng_state(numbers, one)
     elif device.type == "mps" and "mps" in state:
@@ -77,9 +73,9 @@ def set_random_state(device: torch.device, state: dict[str, Any]) -> None:
 
 @contextmanager
 def determinism(mode: bool | str) -> Iterator[None]:
-    """Ask torch for deterministic algorithms while the context is open; ``"warn"`` only warns if an operation has none.
+    """Ask torch for deterministic algorithms in the block; ``"warn"`` only warns if one lacks.
 
-    https://docs.pytorch.org/docs/stable/notes/randomness.html
+    Source: https://docs.pytorch.org/docs/stable/notes/randomness.html
     """
     if not mode:
         yield

@@ -1,4 +1,4 @@
-"""Read and set a loader's samplers: the epoch's order, and whether this rank gets only a part of the data."""
+"""Read and set a loader's samplers: the epoch's order, and the part of this rank."""
 
 from __future__ import annotations
 
@@ -12,27 +12,23 @@ from geartrain.data.loaders import length
 
 
 class Shard(Sampler[Any]):
-    """One rank's items of another sampler. geartrain-parallel makes them, and says which items.
+    """One rank's items of another sampler; geartrain-parallel's subclasses select them.
 
     Args:
         sampler: gives the same items in the same order on every rank.
-        even: True if each rank gets equally many items (training). Otherwise no item comes twice (evaluation), and ranks differ by one
-            at most.
+        rank: this rank, from 0.
+        size: the number of ranks.
+        even: True if each rank gets equally many items (training). Otherwise no item comes twice
+            (evaluation), and ranks differ by one at most.
         seed: of the order; the same on every rank.
     """
 
     def __init__(self, sampler: Any, rank: int, size: int, even: bool, seed: int) -> None:
-        self.sampler, self.rank, self.size, self.even, self.seed, self.epoch = (
-            sampler,
-            rank,
-            size,
-            even,
-            seed,
-            0,
-        )
+        self.sampler, self.rank, self.size = sampler, rank, size
+        self.even, self.seed, self.epoch = even, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Another order in each epoch, the same on every rank."""
+        """Set the epoch, and so the order, which is the same on every rank."""
         self.epoch = epoch
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
@@ -45,41 +41,39 @@ class Shard(Sampler[Any]):
 
 
 def has_no_own_samples(loader: Any) -> bool:
-    """True if a rank has no sample of its own in an evaluation loader, which then holds one of another rank."""
-    return any(
-        isinstance(sampler, Shard) and not sampler.even and sampler.empty
-        for sampler in samplers(loader)
-    )
+    """True if this rank's part of an evaluation loader is empty, so it repeats another's sample."""
+    shards = [sampler for sampler in samplers(loader) if isinstance(sampler, Shard)]
+    return any(not shard.even and shard.empty for shard in shards)
 
 
 def batches_in_turn(loader: Any) -> Shard | None:
-    """Return what gives ranks whole batches of an evaluation loader in turn; ``None`` if the ranks' batches are not such parts of it."""
+    """Return the Shard that gives ranks whole evaluation batches in turn; ``None`` without one."""
     batches = getattr(loader, "batch_sampler", None)
     dealer = getattr(loader, "sampler", None) if batches is None else batches
     return dealer if isinstance(dealer, Shard) and not dealer.even else None
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell a loader's samplers which epoch begins."""
+    """Set the epoch of a loader's samplers."""
     for sampler in samplers(loader):
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
 
 
 def order_seeds(loader: Any) -> list[int]:
-    """The seeds of a sharded loader's order."""
+    """Return the seeds of a sharded loader's order."""
     return [sampler.seed for sampler in samplers(loader) if isinstance(sampler, Shard)]
 
 
 def set_order_seeds(loader: Any, seeds: list[int]) -> None:
-    """Give a sharded loader the order that another had; nothing to one that is not sharded, or was not."""
+    """Give a sharded loader the order of another; change no loader that is or was not sharded."""
     shards = [sampler for sampler in samplers(loader) if isinstance(sampler, Shard)]
     for sampler, seed in zip(shards, seeds, strict=False):
         sampler.seed = seed
 
 
 def generators(loader: Any) -> Iterator[torch.Generator]:
-    """Return a loader's generators, from which it draws its order."""
+    """Yield the generators from which a loader draws its order."""
     for thing in (loader, *samplers(loader)):
         generator = getattr(thing, "generator", None)
         if isinstance(generator, torch.Generator):
@@ -87,7 +81,7 @@ def generators(loader: Any) -> Iterator[torch.Generator]:
 
 
 def samplers(loader: Any) -> list[Any]:
-    """A loader's sampler, its batch sampler and the sampler in that, each once."""
+    """Return a loader's sampler, its batch sampler and the sampler in that, each once."""
     batches = getattr(loader, "batch_sampler", None)
     found = (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
     return list({id(sampler): sampler for sampler in found if sampler is not None}.values())

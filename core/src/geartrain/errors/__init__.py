@@ -1,4 +1,4 @@
-"""The errors that geartrain raises on purpose. Each message says what, whose, and the fix."""
+"""The errors that geartrain raises. Each message has what happened, whose it is, and the fix."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from difflib import get_close_matches
 
 
 class GeartrainError(Exception):
-    """Base of every error that geartrain raises on purpose."""
+    """Base class of geartrain's own errors."""
 
 
 class UsageError(GeartrainError, ValueError):
@@ -20,9 +20,9 @@ class TrainingError(GeartrainError, RuntimeError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a sentence for an error about an unknown ``name``: the nearest known name, otherwise all names.
+    """Return a sentence for an error about an unknown name: the nearest known one, otherwise all.
 
-    ``name/...`` is the nearest: a metric of several loaders is one of each, ``val_loss/dataloader_idx_0`` and so on.
+    A metric of several loaders has names as ``val_loss/dataloader_idx_0``: ``name/...`` is nearest.
     """
     names = sorted(set(known))
     if under := [one for one in names if one.startswith(f"{name}/")]:
@@ -34,11 +34,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """Return ``text`` with control characters escaped, so that a terminal shows them and does not obey them."""
+    """Return ``text`` with control characters escaped, so that a terminal does not obey them."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)
 
 
 def describe(error: BaseException) -> str:
-    """Return the text of an error and of its causes: ``RuntimeError: no data, because of ModuleNotFoundError: No module named 'x'``."""
+    """Return an error and its causes: ``RuntimeError: no data, because of KeyError: 'x'``."""
     text, cause = f"{type(error).__name__}: {error}", error.__cause__
     return f"{text}, because of {describe(cause)}" if cause is not None else text

@@ -1,4 +1,4 @@
-"""Suggestions for names that do not exist, from vocabularies of other frameworks that plugins bring."""
+"""Suggestions for unknown names, from plugins' vocabularies of other frameworks."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ from importlib_metadata import entry_points
 
 
 def hint(owner: str, name: str) -> str:
-    """Return the suggestion of the installed vocabularies for a name; empty if none of them knows it.
+    """Return the suggestion of the installed vocabularies for a name; empty if none knows it.
 
-    Call it only while an error or a warning is being made: it imports the vocabularies, which are entry points of the group
-    ``geartrain.hints``. Each is a function ``hint(owner, name) -> str``.
+    Call it only for an error or a warning: it imports the vocabularies, which are entry points of
+    the group ``geartrain.hints``. Each is a function ``hint(owner, name) -> str``.
 
     Args:
-        owner: the object without this name: ``"geartrain"``, ``"geartrain.callbacks"`` or another module, ``"Module"``, ``"Trainer"``,
-            ``"Session"``, the calls ``"Trainer()"`` and ``"Trainer.fit()"``, ``"option"`` of the command line, ``"strategy"`` or
-            another kind of plugin; or ``"method"`` of a user's class, for which the answer is the class that would call it.
+        owner: the object without this name: a module (``"geartrain"``, ``"geartrain.callbacks"``),
+            a class (``"Module"``, ``"Trainer"``, ``"Session"``), a call (``"Trainer()"``,
+            ``"Trainer.fit()"``), ``"option"`` of the command line, or a kind of plugin
+            (``"strategy"``); or ``"method"`` of a user's class, for which the suggestion is the
+            class that would call it.
+        name: the unknown name.
     """
     for vocabulary in entry_points(group="geartrain.hints"):
         try:

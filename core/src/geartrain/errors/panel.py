@@ -1,4 +1,4 @@
-"""Show a usage error as one panel: what happened, the user's own line, the fix. ``--traceback`` shows the rest."""
+"""Show a usage error as a panel: what happened, the user's line, the fix; no traceback."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import FrameType, TracebackType
 
 from geartrain.errors import UsageError, printable
 
-#: The environment variable that asks a script for the whole traceback, as ``--traceback`` asks the command line.
+#: The environment variable for the whole traceback; on the command line it is ``--traceback``.
 TRACEBACK = "GEARTRAIN_TRACEBACK"
 
 _previous = sys.excepthook
@@ -19,7 +19,7 @@ _previous = sys.excepthook
 def excepthook(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Print the panel of a usage error that a script does not catch; Python prints every other error."""
+    """Print the panel of an uncaught usage error; let Python print every other error."""
     if isinstance(error, UsageError):
         print(in_script(error), file=sys.stderr)
     else:
@@ -27,15 +27,19 @@ def excepthook(
 
 
 def in_script(error: UsageError) -> str:
-    """Return the text for a script or a notebook: the panel, or the whole traceback if the environment asks for it."""
+    """Return the text for a script or a notebook: the panel, or the traceback on request."""
     if os.environ.get(TRACEBACK):
         return traceback_text(error)
     return panel(error, "geartrain", f"{TRACEBACK}=1")
 
 
 def show_in_notebooks() -> None:
-    """Let IPython show the panel too: it asks an error for ``_render_traceback_``."""
-    UsageError._render_traceback_ = lambda error: in_script(error).split("\n")  # type: ignore[attr-defined]
+    """Let IPython show the panel too: it calls an error's ``_render_traceback_``."""
+
+    def lines(error: UsageError) -> list[str]:
+        return in_script(error).split("\n")
+
+    UsageError._render_traceback_ = lines  # type: ignore[attr-defined]
 
 
 def traceback_text(error: BaseException) -> str:
@@ -50,17 +54,13 @@ def panel(error: BaseException, who: str, more: str) -> str:
 
     Args:
         who: the beginning of the message: the program, or the command.
-        more: what asks for the whole traceback.
+        more: the option for the whole traceback.
     """
     what, fix, how = str(error).rpartition(" Fix: ")
     if "\n" in how:  # another rank's error, with its traceback
         what, fix, how = "", "", str(error)
-    lines = _own_lines(error)
-    parts = [
-        f"{who}: {what or how}",
-        *getattr(error, "__notes__", []),
-        *(f"  {line}" for line in lines),
-    ]
+    lines, notes = _own_lines(error), getattr(error, "__notes__", [])
+    parts = [f"{who}: {what or how}", *notes, *(f"  {line}" for line in lines)]
     if fix:
         parts.append(f"Fix: {how}")
     if lines:
@@ -69,7 +69,7 @@ def panel(error: BaseException, who: str, more: str) -> str:
 
 
 def _own_lines(error: BaseException) -> list[str]:
-    """The user's innermost line of the error and of each of its causes, without those that are the same."""
+    """Return the user's innermost line of the error and of each of its causes, each line once."""
     found: dict[tuple[str, int], None] = {}
     one: BaseException | None = error
     seen: list[BaseException] = []
@@ -87,16 +87,13 @@ def _places(error: BaseException) -> Iterator[tuple[str, int]]:
         return
     import traceback
 
-    own = [
-        (frame.f_code.co_filename, line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if _is_own(frame)
-    ]
+    frames = list(traceback.walk_tb(error.__traceback__))
+    own = [(frame.f_code.co_filename, line) for frame, line in frames if _is_own(frame)]
     yield from own[-1:]
 
 
 def _is_own(frame: FrameType) -> bool:
-    """True if the frame is neither of geartrain and its distributions nor of an installed package."""
+    """True if the frame is of the user: not of geartrain, Python or an installed package."""
     import sysconfig
 
     from geartrain.errors.known import DISTRIBUTIONS
@@ -105,12 +102,9 @@ def _is_own(frame: FrameType) -> bool:
     if file.startswith("<frozen") or module.partition(".")[0].replace("_", "-") in DISTRIBUTIONS:
         return False
     folders = Path(file).parents
-    depth = module.count(".") + (
-        Path(file).name == "__init__.py"
-    )  # of the folder that the package stands in
-    installed = depth < len(folders) and any(
-        folders[depth].glob("*.dist-info")
-    )  # also in a folder of pip install --target
+    # The depth of the folder that the package is in, which may be one of pip install --target.
+    depth = module.count(".") + (Path(file).name == "__init__.py")
+    installed = depth < len(folders) and any(folders[depth].glob("*.dist-info"))
     return not installed and not Path(file).is_relative_to(sysconfig.get_path("stdlib"))
 
 

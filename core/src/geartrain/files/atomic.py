@@ -1,4 +1,4 @@
-"""Write a file so that readers find the old one or the new one, whole, also after a kill, a power cut or a full disk."""
+"""Write files whole or not at all, also if a kill, a power cut or a full disk interrupts it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Yield a temporary file that replaces ``path`` when the block ends, and that is removed if the block raises.
+    """Yield a temporary file that replaces ``path`` when the block ends without an error.
 
     Creates the folder of ``path`` if it does not exist.
 
@@ -36,9 +36,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         file = io.BufferedWriter(raw, 2**20)
         yield file
         file.flush()
-        os.fsync(
-            raw.fileno()
-        )  # before the rename, or a power cut may leave the new name with no bytes behind it
+        os.fsync(raw.fileno())  # before the rename: a power cut must not leave an empty new file
         raw.close()
         os.replace(beside, path)
         _sync(path.parent)
@@ -62,26 +60,24 @@ def write_text_file(path: Path, text: str) -> None:
 
 
 def remove_abandoned(folder: Path, suffix: str = "", below: bool = False) -> None:
-    """Remove the temporary files that killed processes left beside files whose names end with ``suffix``.
+    """Remove the temporary files that killed processes left.
 
     A file that a process is still writing is locked, and stays.
 
     Args:
+        suffix: of the files that they would have replaced.
         below: look in the folders below too.
     """
     for path in folder.glob("**/.*" if below else ".*") if folder.is_dir() else ():
-        if (
-            re.fullmatch(rf"\..+{re.escape(suffix)}\.\d+", path.name)
-            and path.is_file()
-            and not path.is_symlink()
-        ):
+        is_ours = re.fullmatch(rf"\..+{re.escape(suffix)}\.\d+", path.name)
+        if is_ours and path.is_file() and not path.is_symlink():
             with suppress(OSError), path.open("rb") as file:
                 _lock(file)
                 path.unlink()
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and those above it so that a power cut does not take them away."""
+    """Create a folder and those above it, so that they survive a power cut."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
@@ -126,16 +122,15 @@ def reason(path: Path, error: OSError) -> str:
     """Return the message of the error that a file could not be written."""
     why = error.strerror or str(error)
     if error.errno not in _FULL:
-        return (
-            f"{path} could not be written: {why}. Fix: another output, or the right to write there"
-        )
+        fix = "another output, or the right to write there"
+        return f"{path} could not be written: {why}. Fix: {fix}"
     with suppress(OSError):
         why += f", {shutil.disk_usage(path.parent).free // 2**20} MiB free"
     return f"disk full: {path} could not be written ({why}). Fix: free space, or another output"
 
 
 class AppendedFile:
-    """A file that grows by whole pieces.
+    """A file to which whole pieces are appended.
 
     Raises:
         TrainingError: it cannot be opened.
@@ -144,7 +139,7 @@ class AppendedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            # Not buffered: what cannot be written must raise in append, and not again when the file is closed.
+            # Not buffered: a failed write must raise in append, and not again in close.
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise TrainingError(reason(path, error)) from error
@@ -154,7 +149,7 @@ class AppendedFile:
         """Write all of ``data`` before this returns.
 
         Raises:
-            TrainingError: it could not be written: the disk is full. The file is as it was.
+            TrainingError: it could not be written, as on a full disk. The file is as before.
         """
         left = memoryview(data)
         try:

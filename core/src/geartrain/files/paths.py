@@ -9,7 +9,7 @@ from typing import Any
 
 from geartrain.errors import UsageError
 
-#: The beginning of a URL, also of one that a ``Path`` was made of: ``s3:/bucket``. A drive has one letter.
+#: The beginning of a URL, also in a ``Path`` (``s3:/bucket``). A Windows drive has one letter.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
@@ -27,12 +27,14 @@ def user_path(given: Any, name: str) -> Path:
     if is_url(str(given)):
         raise UsageError(
             f"{name}={str(given)!r} is a URL, and geartrain reads and writes files only. "
-            "Fix: a path on this machine, or where the storage is mounted; copy it there or from there"
+            "Fix: a path on this machine, or where the storage is mounted; copy it there or from "
+            "there"
         )
     path = os.path.expanduser(given)
     if str(path).startswith("~"):
         raise UsageError(
-            f"{name}={str(given)!r}: there is no such user. Fix: the whole path, or './~...' for a folder of that name"
+            f"{name}={str(given)!r}: there is no such user. "
+            "Fix: the whole path, or './~...' for a folder of that name"
         )
     return Path(path)
 

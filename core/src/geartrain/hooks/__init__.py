@@ -1,1 +1,1 @@
-"""The plugin manager: which plugins a run has, who owns each hook, and the calls that are frozen for the loop."""
+"""The plugin manager: a run's plugins, the owner of each hook, and the frozen callers."""

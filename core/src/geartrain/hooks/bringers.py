@@ -1,4 +1,4 @@
-"""Which plugin brings a hook that is not core's: for the error about an implementation whose bringer is not selected."""
+"""Find the plugin that brings a hook, for the error if that plugin is not selected."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from geartrain.hooks.plugin_info import GROUPS
 
 
 def find_bringer(hook: str) -> str:
-    """Return the plugin that brings a hook and the option that selects it; empty if neither a known nor an installed one does.
+    """Return the plugin that brings a hook and the option that selects it; empty if none does.
 
-    Call it only while an error is being raised. It reads the source of installed plugins and imports none of them.
+    Call it only to raise an error: it reads the source of installed plugins, but imports none.
     """
     if hook in HOOKS:
         kind, name = HOOKS[hook]
@@ -29,24 +29,16 @@ def find_bringer(hook: str) -> str:
 
 
 def _declares(entry_point: EntryPoint, hook: str) -> bool:
-    """True if a file of the entry point's package has a function of that name that is marked as a hookspec."""
+    """True if a file of the entry point's package has a hookspec of that name."""
     try:
-        found = find_spec(
-            entry_point.module.partition(".")[0]
-        )  # of a whole package, so that nothing is imported
+        found = find_spec(entry_point.module.partition(".")[0])  # of a package: imports nothing
         if found is None or entry_point.module.startswith("geartrain."):
             return False
         folders = [Path(folder) for folder in found.submodule_search_locations or ()]
-        files = [file for folder in folders for file in folder.rglob("*.py")] or [
-            Path(str(found.origin))
-        ]
+        files = [file for folder in folders for file in folder.rglob("*.py")]
+        files = files or [Path(str(found.origin))]
         texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
-    except (
-        AttributeError,
-        ImportError,
-        OSError,
-        ValueError,
-    ):  # a malformed entry point, or a package without source
+    except (AttributeError, ImportError, OSError, ValueError):  # a malformed entry point, no source
         return False
     declaration = re.compile(rf"^@(?!hookimpl)\w.*\n(@.*\n)*def {re.escape(hook)}\(", re.MULTILINE)
     return any("hookspec" in text and declaration.search(text) for text in texts)

@@ -1,4 +1,4 @@
-"""Check every hookimpl of a part: an implementation that would never be called, or would be called wrongly, is an error."""
+"""Check every hookimpl of a part, so that each is called, and with the right arguments."""
 
 from __future__ import annotations
 
@@ -29,7 +29,11 @@ class Impl:
 def check_part(
     part: LoadedPlugin, specs: Mapping[str, HookCaller], manager: PluginManager
 ) -> list[Impl]:
-    """Check every hookimpl of a part."""
+    """Check and return every hookimpl of a part.
+
+    Raises:
+        UsageError: one would never be called, or wrongly; ``replaces`` is wrong; or there is none.
+    """
     impls = []
     for name in dir(part.plugin):
         opts = manager.parse_hookimpl_opts(part.plugin, name)
@@ -38,33 +42,21 @@ def check_part(
             _check_hookimpl(part, impl, opts, specs)
             impls.append(impl)
         elif name in specs and _looks_meant(part.plugin, name):
-            wrong(
-                part,
-                name,
-                "has a hook's name but no @hookimpl, so it would never be called",
-                "put @hookimpl above it (overriding a hook in a subclass needs it too), or rename it",
-            )
+            what = "has a hook's name but no @hookimpl, so it would never be called"
+            fix = "put @hookimpl above it (overriding a hook in a subclass needs it too)"
+            wrong(part, name, what, f"{fix}, or rename it")
     if not part.info.is_core:
         refuse_misspelt_of_plugin(part.plugin, part.info.kind, part.info.label, specs)
     for hook in sorted(hooks_replaced_by(part)):
         if hook not in {impl.hook for impl in impls}:
-            wrong(
-                part,
-                hook,
-                "stands in 'replaces' but is not implemented",
-                "implement it or take it out",
-            )
+            what = "stands in 'replaces' but is not implemented"
+            wrong(part, hook, what, "implement it or take it out")
         if hook in specs and not is_single(specs[hook]):
-            wrong(
-                part,
-                hook,
-                "stands in 'replaces', but every implementation of it is called",
-                "take it out",
-            )
+            what = "stands in 'replaces', but every implementation of it is called"
+            wrong(part, hook, what, "take it out")
     if not impls and part.info.kind == "plugin" and own_hookspecs(part.plugin) is None:
-        raise UsageError(
-            f"{part.info.label} has nothing marked with @hookimpl, so it would do nothing. Fix: mark its hookimpls"
-        )
+        what = f"{part.info.label} has nothing marked with @hookimpl"
+        raise UsageError(f"{what}, so it would do nothing. Fix: mark its hookimpls")
     return impls
 
 
@@ -75,13 +67,10 @@ def _check_hookimpl(
     if hook not in specs:
         if opts["optionalhook"]:
             return
-        bringer = find_bringer(hook)
         brought = "If it is a hook of another plugin or strategy, choose that one too"
-        fix = (
-            f"select {bringer}, which brings this hook"
-            if bringer
-            else f"{nearest(hook, specs)} {brought}"
-        )
+        fix = f"{nearest(hook, specs)} {brought}"
+        if bringer := find_bringer(hook):
+            fix = f"select {bringer}, which brings this hook"
         wrong(part, name, "implements no known hook", fix)
     for what, fix in _faults(part.plugin, impl, opts, specs[hook]):
         wrong(part, name, what, fix)
@@ -90,52 +79,37 @@ def _check_hookimpl(
 def _faults(plugin: Any, impl: Impl, opts: Any, caller: HookCaller) -> Iterator[tuple[str, str]]:
     """Yield each fault of an implementation of a known hook, and the fix."""
     if opts["tryfirst"] or opts["trylast"]:
-        yield (
-            "asks for tryfirst or trylast",
-            "order is the order in which plugins are given; take it out",
-        )
+        fix = "order is the order in which plugins are given; take it out"
+        yield "asks for tryfirst or trylast", fix
     if opts["hookwrapper"]:
-        yield (
-            "uses the old hookwrapper=True",
-            "write @hookimpl(wrapper=True) and return the result of the yield",
-        )
+        fix = "write @hookimpl(wrapper=True) and return the result of the yield"
+        yield "uses the old hookwrapper=True", fix
     function = getattr(plugin, impl.attribute)
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        yield (
-            "is 'async def', and nothing would await it",
-            "write 'def'; asyncio.run(...) inside it runs a coroutine",
-        )
-    if impl.wrapper and not inspect.isgeneratorfunction(function):
+        fix = "write 'def'; asyncio.run(...) inside it runs a coroutine"
+        yield "is 'async def', and nothing would await it", fix
+    yields = inspect.isgeneratorfunction(function)
+    if impl.wrapper and not yields:
         yield "is marked wrapper=True but does not yield", wrapper_form(caller)
-    if (
-        inspect.isgeneratorfunction(function)
-        and not impl.wrapper
-        and "Iterator" not in result_of(caller)
-    ):
+    if yields and not impl.wrapper and "Iterator" not in result_of(caller):
         yield "yields but is not marked as a wrapper", wrapper_form(caller)
     assert caller.spec is not None
     known = caller.spec.argnames
     if inspect.ismethod(function) and function.__self__ is plugin:
         first = next(iter(inspect.signature(function.__func__).parameters), None)
         if first in known:
-            yield (
-                f"has no 'self', and would get the plugin as {first!r}",
-                f"def {impl.attribute}(self, {first}, ...)",
-            )
+            fix = f"def {impl.attribute}(self, {first}, ...)"
+            yield f"has no 'self', and would get the plugin as {first!r}", fix
     for name, parameter in inspect.signature(function).parameters.items():
         has_default = parameter.default is not parameter.empty
         if parameter.kind is parameter.KEYWORD_ONLY:
             yield f"takes {name!r} by keyword only, which pluggy never passes", "take out the '*'"
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            yield (
-                f"takes '*{name}', which would always be empty",
-                f"name the arguments that it needs: {', '.join(known)}",
-            )
+            fix = f"name the arguments that it needs: {', '.join(known)}"
+            yield f"takes '*{name}', which would always be empty", fix
         if name in known and has_default:
-            yield (
-                f"gives {name!r} a default, which every call of the hook overrules",
-                "take out the default",
-            )
+            what = f"gives {name!r} a default, which every call of the hook overrules"
+            yield what, "take out the default"
         if name not in known and not has_default:
             fix = f"the hook is {impl.hook}({', '.join(known)}). {nearest(name, known)}"
             yield f"takes an argument {name!r} that the hook does not have", fix
@@ -154,26 +128,28 @@ def is_single(caller: HookCaller) -> bool:
 
 def result_of(caller: HookCaller) -> str:
     """Return the annotation of a hook's result; ``"None"`` for an event."""
-    return (
-        str(inspect.get_annotations(caller.spec.function).get("return", "")) if caller.spec else ""
-    )
+    spec = caller.spec
+    return str(inspect.get_annotations(spec.function).get("return", "")) if spec else ""
 
 
 def _looks_meant(plugin: Any, name: str) -> bool:
-    """True if an unmarked attribute with a hook's name was meant as one: a method, or a module's own function."""
+    """True if an unmarked attribute is a method, or a module's own function."""
     found = inspect.getattr_static(plugin, name, None)
-    return inspect.isroutine(found) and (
-        not inspect.ismodule(plugin) or getattr(found, "__module__", "") == plugin.__name__
-    )
+    if not inspect.ismodule(plugin):
+        return inspect.isroutine(found)
+    return inspect.isroutine(found) and getattr(found, "__module__", "") == plugin.__name__
 
 
 def hooks_replaced_by(part: LoadedPlugin) -> frozenset[str]:
-    """Return the hooks that a plugin says it replaces the owner of."""
+    """Return a plugin's ``replaces``: the hooks whose owner it replaces.
+
+    Raises:
+        UsageError: it is a string.
+    """
     named = getattr(part.plugin, "replaces", ())
-    if isinstance(named, str):  # a set of its letters otherwise
-        raise UsageError(
-            f"{part.info.label}: its replaces = {named!r} is a string. Fix: replaces = {{{named!r}}}, a set of hooks"
-        )
+    if isinstance(named, str):  # frozenset would make letters of it
+        fix = f"replaces = {{{named!r}}}, a set of hooks"
+        raise UsageError(f"{part.info.label}: its replaces = {named!r} is a string. Fix: {fix}")
     return frozenset(named)
 
 

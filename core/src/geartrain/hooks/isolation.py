@@ -1,4 +1,4 @@
-"""Plugins whose errors never stop a run: loggers and monitors say ``errors_are_warnings = True`` on their class."""
+"""Plugins whose errors never stop a run: their class has ``errors_are_warnings = True``."""
 
 from __future__ import annotations
 
@@ -21,20 +21,19 @@ _LAST = ("on_run_end", "on_exception")
 def guarded(
     part: LoadedPlugin, impls: Sequence[Impl], specs: Mapping[str, HookCaller]
 ) -> types.SimpleNamespace:
-    """Return an object with the same hookimpls, whose errors are warnings. It is registered instead of the plugin.
+    """Return an object with the plugin's hookimpls, whose errors become warnings.
 
-    After the first error only ``on_run_end`` and ``on_exception`` are called in this run. A ``UsageError`` of ``on_run_start`` ends the
-    run, and so does every error of ``check_plan`` and of a single hook that the plugin owns.
+    After the first error only ``on_run_end`` and ``on_exception`` are called in this run. A
+    ``UsageError`` in ``on_run_start`` ends the run. So does every error in ``check_plan``, and in a
+    single hook that the plugin owns.
 
     Raises:
-        UsageError: the plugin has a wrapper, without which the owner's result would be lost.
+        UsageError: the plugin has a wrapper, whose error would lose the owner's result.
     """
     failed: list[Exception] = []
 
     def fail(hook: str, error: Exception) -> None:
-        if hook == "on_run_start" and isinstance(
-            error, UsageError
-        ):  # a refusal before training starts
+        if hook == "on_run_start" and isinstance(error, UsageError):  # refuses before training
             raise error
         if not failed:
             what = f"{part.info.label}: {hook} raised {type(error).__name__}: {error}"
@@ -44,20 +43,13 @@ def guarded(
     replacement = types.SimpleNamespace()
     for impl in impls:
         if impl.wrapper:
+            what = "is a wrapper, and errors_are_warnings = True covers events only"
             fix = "use an event, as on_step_end, or take out errors_are_warnings"
-            wrong(
-                part,
-                impl.attribute,
-                "is a wrapper, and errors_are_warnings = True covers events only",
-                fix,
-            )
-        function = getattr(part.plugin, impl.attribute)
-        if impl.hook in specs and impl.hook != "check_plan" and not is_single(specs[impl.hook]):
-            function = _guard(
-                function,
-                functools.partial(fail, impl.hook),
-                failed if impl.hook not in _LAST else (),
-            )
+            wrong(part, impl.attribute, what, fix)
+        function, hook = getattr(part.plugin, impl.attribute), impl.hook
+        if hook in specs and hook != "check_plan" and not is_single(specs[hook]):
+            out = failed if hook not in _LAST else ()
+            function = _guard(function, functools.partial(fail, hook), out)
         setattr(replacement, impl.attribute, function)
     return replacement
 
@@ -65,9 +57,9 @@ def guarded(
 def _guard(
     function: Callable[..., Any], fail: Callable[[Exception], None], out: Sequence[Exception]
 ) -> Callable[..., Any]:
-    """Guard a hookimpl of an event. It is not called if ``out`` holds an error."""
+    """Guard a hookimpl of an event; do not call it if ``out`` holds an error."""
 
-    @functools.wraps(function)  # pluggy reads the arguments and the mark of the original through it
+    @functools.wraps(function)  # so that pluggy finds the original's arguments and mark
     def call(*arguments: Any, **named: Any) -> Any:
         if not out:
             try:

@@ -1,4 +1,4 @@
-"""The identity of a selected plugin, as plans, hook tables and errors show it."""
+"""The identity of a selected plugin, for plans, hook tables and errors."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class PluginInfo:
 
     #: The name that the user types.
     name: str
-    #: ``"core"``, ``"accelerator"``, ``"strategy"``, ``"precision"``, ``"plugin"`` or ``"default"``.
+    #: ``"core"``, ``"accelerator"``, ``"strategy"``, ``"precision"``, ``"plugin"``, ``"default"``.
     kind: str
-    #: The pip distribution it comes from; ``None`` for a user's object or file.
+    #: Its pip distribution; ``None`` for a user's object or file.
     distribution: str | None
     version: str | None
-    #: Why it was selected.
+    #: The reason of the selection.
     reason: str
 
     @property
     def label(self) -> str:
-        """Its name in errors: ``distribution[name]``."""
+        """The name in errors: ``distribution[name]``."""
         return f"{self.distribution}[{self.name}]" if self.distribution else self.name
 
     @property
@@ -41,27 +41,24 @@ class PluginInfo:
         return self.kind in ("core", "default")
 
     def as_dict(self) -> dict[str, Any]:
-        """Return its entry in ``plan.json``."""
-        return {
-            "name": self.name,
-            "distribution": self.distribution,
-            "version": self.version,
-            "reason": self.reason,
-        }
+        """Return the entry in ``plan.json``."""
+        names = ("name", "distribution", "version", "reason")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedPlugin:
     """A selected plugin and its object, which is registered with the hooks.
 
-    A pickle makes the object again if it can, and gives it its state, because the object may hold files or connections.
+    A pickle does not contain the object, which may hold files or connections: another process makes
+    it again, with its ``state_dict()``. A user's object must pickle itself.
     """
 
     info: PluginInfo
     plugin: Any
-    #: The options it was made with, as the user gave them.
+    #: The options of its ``__init__`` that the user gave.
     options: Mapping[str, Any] = field(default_factory=dict)
-    #: Makes it again in another process, from its name or its file; ``None`` for a user's object, which must pickle itself.
+    #: Makes the object again, from its name or its file; ``None`` for a user's object.
     make_again: Callable[[], Any] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Check results of hooks: a wrapper may not lose its owner's result, and an owner must return one if the hookspec has one."""
+"""Check results of hooks: an owner must return one, and a wrapper must not lose it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ def require_result(caller: HookCaller, is_owned: bool) -> None:
     """Let the implementations of a hook with a result raise an error if they lose it.
 
     Args:
-        is_owned: True if one implementation answers; then its result must be of the type in the hookspec.
+        is_owned: True if the hook has one owner, which must return a result.
     """
     returns = result_of(caller)
     owner_must = is_owned and returns and "None" not in returns and returns != "Any"
-    for (
-        impl
-    ) in caller.get_hookimpls():  # pluggy declares its attribute final and reads it at each call
+    # pluggy declares ``function`` final, but reads it at each call.
+    for impl in caller.get_hookimpls():
         if impl.wrapper and returns != "None":
             impl.function = _keeping(impl, caller)  # type: ignore[misc]
         elif owner_must and not impl.wrapper:
@@ -32,7 +31,7 @@ def require_result(caller: HookCaller, is_owned: bool) -> None:
 
 
 def unchecked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an owner's own function, which the loop calls once the hooks are frozen."""
+    """Return an owner's own function, which the loop calls after the hooks are frozen."""
     own: Callable[..., Any] = getattr(function, "unchecked", function)
     return own
 
@@ -44,11 +43,8 @@ def _returning(impl: HookImpl, hook: str, returns: str) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
         result = function(*arguments)
         if result is None:
-            raise _lost(
-                hook,
-                f"{impl.plugin_name}: its hookimpl {hook!r} returned None",
-                f"return {returns}",
-            )
+            what = f"{impl.plugin_name}: its hookimpl {hook!r} returned None"
+            raise _lost(hook, what, f"return {returns}")
         return result
 
     call.unchecked = function  # type: ignore[attr-defined]
@@ -66,7 +62,7 @@ def _keeping(impl: HookImpl, caller: HookCaller) -> Callable[..., Any]:
 
 
 class _Wrapper:
-    """A wrapper's generator as pluggy drives it; raises if it makes ``None`` of a result."""
+    """A wrapper's generator for pluggy; raises if the wrapper makes ``None`` of a result."""
 
     __slots__ = ("_caller", "_generator", "_impl", "close", "throw")
 
@@ -85,8 +81,9 @@ class _Wrapper:
         except StopIteration as end:
             if end.value is not None or result is None:
                 raise
-        hook = self._caller.name
-        what = f"{self._impl.plugin_name}: its wrapper of the hook {hook!r} made None of the owner's {type(result).__name__}"
+        hook, whose = self._caller.name, self._impl.plugin_name
+        lost = f"made None of the owner's {type(result).__name__}"
+        what = f"{whose}: its wrapper of the hook {hook!r} {lost}"
         raise _lost(hook, what, wrapper_form(self._caller))
 
     @property

@@ -1,4 +1,4 @@
-"""Every name that geartrain reads of a user's class. A near-miss of one is an error, a method of another framework is a warning."""
+"""Names that geartrain reads in users' classes, and misspelt or foreign names in their place."""
 
 from __future__ import annotations
 
@@ -13,45 +13,27 @@ from typing import Any
 from geartrain.errors import UsageError
 from geartrain.errors.hints import hint
 
-#: Methods that a DataModule brings, and a Module beside its ``on_`` methods.
-DATA = frozenset(f"{stage}_dataloader" for stage in ("train", "val", "test", "predict")) | {
-    "prepare_data",
-    "setup",
-    "teardown",
-}
-_STEPS = frozenset(f"{stage}_step" for stage in ("training", "validation", "test", "predict"))
-MODULE = (
-    DATA
-    | _STEPS
-    | {
-        f"{stage}_{end}"
-        for stage in ("training", "validation", "test")
-        for end in ("step_end", "epoch_end")
-    }
-    | {"configure_optimizers", "transfer_batch_to_device"}
-)
+#: Methods of a DataModule.
+DATA = frozenset(f"{stage}_dataloader" for stage in ("train", "val", "test", "predict"))
+DATA |= {"prepare_data", "setup", "teardown"}
+_STAGES = ("training", "validation", "test")
+_STEPS = frozenset(f"{stage}_step" for stage in (*_STAGES, "predict"))
+#: Methods of a Module, besides its ``on_`` methods.
+MODULE = DATA | _STEPS | {"configure_optimizers", "transfer_batch_to_device"}
+MODULE |= {f"{stage}_{end}" for stage in _STAGES for end in ("step_end", "epoch_end")}
 #: Methods of a plugin or callback that are no hooks, of any plugin, and of one kind of plugin.
 STATE = frozenset({"state_dict", "load_state_dict"})
 _OF_ANY_PLUGIN = STATE | {"diagnose", "more_options"}
-_METHODS_OF = {
-    "strategy": {"notes"},
-    "accelerator": {"unavailable", "device_count", "select_devices"},
-}
+_OF_ACCELERATORS = {"unavailable", "device_count", "select_devices"}
+_METHODS_OF = {"strategy": {"notes"}, "accelerator": _OF_ACCELERATORS}
 
 
 _NAMES = (set, frozenset, list, tuple)
-#: Attributes that are no methods -> the type that geartrain would read there; a value of another type is its author's own.
+_FLAGS = ["automatic_optimization", "errors_are_warnings", "same_on_all_ranks"]
+#: Attributes that are no methods -> the type that geartrain reads. A user's value of another type
+#: has another purpose.
 _VALUES: Mapping[str, Any] = {
-    **dict.fromkeys(
-        [
-            "automatic_optimization",
-            "errors_are_warnings",
-            "same_on_all_ranks",
-            "needs_function",
-            "indexed",
-        ],
-        bool,
-    ),
+    **dict.fromkeys([*_FLAGS, "needs_function", "indexed"], bool),
     **dict.fromkeys(["replaces", "must_own"], _NAMES),
     "hookspecs": types.ModuleType,
     "capabilities": Mapping,
@@ -65,17 +47,12 @@ _VALUES_OF = {
 OF_PLUGINS = frozenset({"replaces", "must_own", "errors_are_warnings", "hookspecs"})
 
 #: Different words of one meaning.
-_SAME = {
-    "train": "training",
-    "val": "validation",
-    "valid": "validation",
-    "validate": "validation",
-    "begin": "start",
-    "prediction": "predict",
-}
-#: Two words of which more than this is the same are one word and its misspelling: "steps" and "step" are, "text" and "test" are not.
+_SAME = {"train": "training", "begin": "start", "prediction": "predict"}
+_SAME |= dict.fromkeys(["val", "valid", "validate"], "validation")
+#: Two words with a higher ratio are one word and its misspelling: "steps" and "step" are, "text"
+#: and "test" are not.
 _ALIKE = 0.75
-#: The same for a name of one word, which says less: "replace" is "replaces", and "launched" is not "launch".
+#: The ratio for names of one word: "replace" is "replaces", and "launched" is not "launch".
 _ALIKE_ALONE = 0.9
 
 
@@ -84,70 +61,71 @@ def refuse_misspelt(
 ) -> None:
     """Refuse an attribute whose name is almost one that geartrain reads: it would be ignored.
 
-    A method that the class itself calls is its author's own, and so is one beside the method that it resembles.
+    A method is no misspelling if the class calls it, or also has the method that it resembles.
 
     Args:
         thing: an object, a class, or the module of a plugin file.
         whose: its label, for the error.
         methods: names of the methods that geartrain reads.
-        values: names of the other attributes that it reads, of those in ``_VALUES``.
-        base: the class of geartrain's that ``thing`` extends; what that has is no misspelling.
+        values: names of the other attributes that geartrain reads, among those in ``_VALUES``.
+        base: the class of geartrain's that ``thing`` extends; its names are no misspellings.
 
     Raises:
-        UsageError: with the name meant.
+        UsageError: a misspelling; the message has the right name.
     """
     reads, values, spaces = frozenset(methods), frozenset(values), _spaces(thing, base)
     for space, name, value in _public(spaces, base):
         if inspect.isroutine(value):
             meant = None if hasattr(value, "geartrain_impl") else nearly(name, reads)
             is_own = meant is None or meant in space or _is_called(name, spaces)
-            if not is_own and not hint(
-                "method", name
-            ):  # warn_of_others names the framework that would call it
-                raise UsageError(
-                    f"{whose}: its {name} would never be called. Did you mean {meant!r}? Fix: rename it"
-                )
+            # If there is a hint, warn_of_others names the framework that would call it.
+            if not is_own and not hint("method", name):
+                what = f"{whose}: its {name} would never be called"
+                raise UsageError(f"{what}. Did you mean {meant!r}? Fix: rename it")
         elif (meant := nearly(name, values)) is not None and isinstance(value, _VALUES[meant]):
-            raise UsageError(
-                f"{whose}: nothing reads its {name} = {value!r}. Did you mean {meant!r}? Fix: rename it"
-            )
+            what = f"{whose}: nothing reads its {name} = {value!r}"
+            raise UsageError(f"{what}. Did you mean {meant!r}? Fix: rename it")
         elif name == "requires" and "replaces" in values and isinstance(value, _NAMES):
             raise UsageError(
-                f"{whose}: nothing reads its requires = {value!r}. Fix: replaces = {{HOOK}} to own a hook, dependencies in "
-                "pyproject.toml, or check_plan to refuse a plan"
+                f"{whose}: nothing reads its requires = {value!r}. Fix: replaces = {{HOOK}} to own "
+                "a hook, dependencies in pyproject.toml, or check_plan to refuse a plan"
             )
 
 
 def refuse_misspelt_of_plugin(plugin: Any, kind: str, whose: str, hooks: Iterable[str]) -> None:
-    """The same for a plugin, strategy or accelerator, with the hooks that there are."""
+    """Refuse misspelt attributes of a plugin, strategy or accelerator; ``hooks`` are all hooks."""
     methods = {*hooks, *_OF_ANY_PLUGIN, *_METHODS_OF.get(kind, ())}
-    refuse_misspelt(
-        plugin, whose, methods, OF_PLUGINS | {"same_on_all_ranks"} | _VALUES_OF.get(kind, set())
-    )
+    values = OF_PLUGINS | {"same_on_all_ranks"} | _VALUES_OF.get(kind, set())
+    refuse_misspelt(plugin, whose, methods, values)
     refuse_half_a_state(plugin, whose)
 
 
 def refuse_half_a_state(thing: Any, whose: str) -> None:
-    """Refuse one of ``state_dict`` and ``load_state_dict`` without the other: checkpoints would leave the state out.
+    """Refuse ``state_dict`` or ``load_state_dict`` without the other: checkpoints need both.
 
     Raises:
-        UsageError: with the method that is missing.
+        UsageError: one is missing; the message has its name.
     """
-    there = sorted(name for name in STATE if callable(getattr(thing, name, None)))
-    if len(there) == 1:
-        missing = next(iter(STATE - {*there}))
+    found = sorted(name for name in STATE if callable(getattr(thing, name, None)))
+    if len(found) == 1:
+        missing = next(iter(STATE - {*found}))
         raise UsageError(
-            f"{whose}: it has {there[0]} and no {missing}, so no checkpoint would hold its state. Fix: add {missing}"
+            f"{whose}: it has {found[0]} and no {missing}, so no checkpoint would hold its state. "
+            f"Fix: add {missing}"
         )
 
 
 def warn_of_others(
     thing: Any, whose: str, fix: str, base: type = object, modules: bool = True
 ) -> None:
-    """Warn about methods that another framework would call; vocabularies of ``geartrain.hints`` know their names.
+    """Warn about methods that another framework would call, by vocabularies of ``geartrain.hints``.
 
     Args:
-        modules: whether methods of a Module and of Lightning's callbacks count too.
+        thing: an object, a class, or the module of a plugin file.
+        whose: its label, for the warning.
+        fix: the end of the warning.
+        base: the class of geartrain's that ``thing`` extends.
+        modules: True if methods of a Module and of Lightning's callbacks count too.
     """
     ours = on_methods() | _STEPS if modules else frozenset[str]()
     spaces = _spaces(thing, base)
@@ -159,10 +137,8 @@ def warn_of_others(
         else:
             caller = hint("method", name) if name.startswith("on_") else ""
         if caller and not _is_called(name, spaces):
-            warnings.warn(
-                f"{whose}: its {name} is a method of {caller}, and nothing calls it here. Fix: {fix}",
-                stacklevel=3,
-            )
+            what = f"{whose}: its {name} is a method of {caller}, and nothing calls it here"
+            warnings.warn(f"{what}. Fix: {fix}", stacklevel=3)
 
 
 @functools.cache
@@ -175,16 +151,16 @@ def on_methods() -> frozenset[str]:
 
 @functools.cache
 def nearly(name: str, known: frozenset[str]) -> str | None:
-    """Return the known name that ``name`` misspells; ``None`` if it is known itself, or an unrelated name.
+    """Return the known name that ``name`` misspells; ``None`` for a known or an unrelated name.
 
-    It misspells one if it has the same words, but for the spelling of a word, the underscores, or a word of the same meaning.
+    A misspelling may differ in the spelling of words, in underscores, and in words of one meaning.
     """
     if name in known or any(character.isdigit() for character in name):
         return None
-    found = [other for other in known if _misspells(name.lower(), other)]
-    return min(
-        found, default=None, key=lambda other: (-SequenceMatcher(None, name, other).ratio(), other)
-    )
+    found = {
+        o: SequenceMatcher(None, name, o).ratio() for o in known if _misspells(name.lower(), o)
+    }
+    return min(found, default=None, key=lambda other: (-found[other], other))
 
 
 def _misspells(name: str, known: str) -> bool:
@@ -204,44 +180,30 @@ _Space = dict[str, Any]
 
 
 def _spaces(thing: Any, base: type) -> list[_Space]:
-    """Return the definitions of a module, or of an object and each of its classes, without those of ``base``."""
+    """Return the definitions of a module, or of an object and its classes except ``base``."""
     if isinstance(thing, types.ModuleType):
-        return [
-            {
-                name: value
-                for name, value in vars(thing).items()
-                if getattr(value, "__module__", thing.__name__) == thing.__name__
-            }
-        ]
+        home, everything = thing.__name__, vars(thing).items()
+        return [{n: v for n, v in everything if getattr(v, "__module__", home) == home}]
     cls = thing if isinstance(thing, type) else type(thing)
     of_classes = [dict(vars(one)) for one in cls.__mro__ if one not in base.__mro__]
     return of_classes if cls is thing else [*of_classes, dict(getattr(thing, "__dict__", {}))]
 
 
 def _public(spaces: Iterable[_Space], base: type) -> Iterator[tuple[_Space, str, Any]]:
-    """Yield each public attribute that is not geartrain's: the names beside it, its name, and its value."""
+    """Yield each public attribute that ``base`` lacks: the space that it is in, name, value."""
     for space in spaces:
-        yield from (
-            (space, name, value)
-            for name, value in space.items()
-            if not name.startswith("_") and not hasattr(base, name)
-        )
+        for name, value in space.items():
+            if not name.startswith("_") and not hasattr(base, name):
+                yield space, name, value
 
 
 def _is_called(name: str, spaces: Iterable[_Space]) -> bool:
     """True if another function of the class, or of the module, uses the name."""
-    functions = [
-        inspect.unwrap(value)
-        for space in spaces
-        for key, value in space.items()
-        if key != name and inspect.isroutine(value)
-    ]
-    return any(
-        _uses(function.__code__, name) for function in functions if hasattr(function, "__code__")
-    )
+    others = [value for space in spaces for key, value in space.items() if key != name]
+    functions = [inspect.unwrap(other) for other in others if inspect.isroutine(other)]
+    return any(_uses(one.__code__, name) for one in functions if hasattr(one, "__code__"))
 
 
 def _uses(code: types.CodeType, name: str) -> bool:
-    return name in code.co_names or any(
-        isinstance(part, types.CodeType) and _uses(part, name) for part in code.co_consts
-    )
+    inner = (part for part in code.co_consts if isinstance(part, types.CodeType))
+    return name in code.co_names or any(_uses(part, name) for part in inner)

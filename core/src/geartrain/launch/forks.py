@@ -1,4 +1,4 @@
-"""Forks: a forked child, such as a DataLoader worker, must keep neither its parent's signal handlers nor its descriptors."""
+"""Forks: a child, as a DataLoader worker, must not keep its parent's handlers and descriptors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 
 #: Descriptors that forked children close.
 _own_descriptors: set[int] = set()
-#: Signal handlers that forked children get back.
+#: Signal handlers that forked children restore.
 _handlers_before: dict[int, Any] = {}
 #: See :func:`call_before_forks`.
 _preparations: list[Callable[[], None]] = []
-#: Of a thread that is forking: ``mask``, the signals that it had blocked before.
+#: In a thread that forks: ``mask``, the signals that it had blocked before.
 _fork = threading.local()
 
 
@@ -31,12 +31,12 @@ def call_before_forks(prepare: Callable[[], None]) -> None:
 
 
 def is_forking() -> bool:
-    """True if this thread is in the middle of a fork, where Python drops every exception."""
+    """True if this thread is in the middle of a fork, in which Python drops every exception."""
     return hasattr(_fork, "mask")
 
 
 def _before() -> None:
-    if _handlers_before:  # a signal that came before the child has its handlers back would be lost
+    if _handlers_before:  # a signal before the child has restored its handlers would be lost
         _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         signal.pthread_sigmask(signal.SIG_BLOCK, _handlers_before)
     for prepare in _preparations:
@@ -51,7 +51,8 @@ def _in_parent() -> None:
 
 def _in_child() -> None:
     if _handlers_before:
-        # A signal to the child must neither wake its parent's watcher nor raise its parent's Interrupted: Pool.terminate() sends SIGTERM.
+        # A signal to the child, as SIGTERM of Pool.terminate(), must neither wake its parent's
+        # watcher nor raise its parent's Interrupted.
         signal.set_wakeup_fd(-1)
         for number, handler in _handlers_before.items():
             signal.signal(number, handler)
@@ -75,7 +76,7 @@ def not_inherited(*descriptors: int) -> Iterator[None]:
     try:
         yield
     finally:
-        if os.getpid() == mine:  # a forked child that comes here has closed them
+        if os.getpid() == mine:  # a forked child has closed them already
             _own_descriptors.difference_update(descriptors)
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -83,7 +84,7 @@ def not_inherited(*descriptors: int) -> Iterator[None]:
 
 @contextmanager
 def handlers_not_inherited(before: dict[int, Any]) -> Iterator[None]:
-    """Give these signal handlers back in every child that is forked inside."""
+    """Restore these signal handlers in every child that is forked inside."""
     outermost = not _handlers_before
     if outermost:
         _handlers_before.update(before)
@@ -95,10 +96,10 @@ def handlers_not_inherited(before: dict[int, Any]) -> Iterator[None]:
 
 
 def share_temporary_folder(loaders: Iterable[Any]) -> None:
-    """Make one folder ``pymp-*``, for multiprocessing's sockets, if one of the loaders has workers, which then use it too.
+    """Make multiprocessing's folder ``pymp-*`` for its sockets, if one of the loaders has workers.
 
-    Otherwise each worker makes its own when it first sends a tensor. multiprocessing ends workers by SIGTERM after an error, and torch's
-    handler of it removes nothing.
+    Otherwise each worker makes its own when it first sends a tensor. After an error nothing removes
+    that: multiprocessing ends workers by SIGTERM, for which torch has a handler.
     """
     if any(getattr(loader, "num_workers", 0) for loader in loaders):
         util.get_temp_dir()

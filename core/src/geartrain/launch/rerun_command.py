@@ -1,4 +1,4 @@
-"""Find out if this program can be started again as another rank, and in which directory it started."""
+"""Check if this program can be started again as another rank; know its start directory."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import os
 import sys
 import threading
 
-#: Where the program started, read when geartrain is first imported: relative paths in its command line count from there.
+#: The directory at the first import of geartrain: the command line's relative paths are from there.
 try:
     START_DIRECTORY = os.getcwd()
-except (
-    FileNotFoundError
-):  # it was removed; nothing can be run again there, and nothing else depends on it
+except FileNotFoundError:  # it was removed, so nothing can be run again there
     START_DIRECTORY = os.sep
 
 
@@ -22,19 +20,18 @@ def reason_not_rerunnable() -> str | None:
         return "a notebook has none"
     if hasattr(sys, "ps1") or sys.flags.interactive:
         return "an interactive session has none"
-    if (
-        "PYTEST_CURRENT_TEST" in os.environ and "_pytest" in sys.modules
-    ):  # the variable alone reaches every child of a test
+    # The variable alone is inherited by every child of a test.
+    if "PYTEST_CURRENT_TEST" in os.environ and "_pytest" in sys.modules:
         return "under pytest it would run the tests again"
     if _debugged():
         return "under a debugger each rank would wait for it"
     file = getattr(main, "__file__", None)
-    if (file is None and sys.argv[:1] != ["-c"]) or str(file).startswith(
-        ("<stdin>", "/dev/", "/proc/")
-    ):
+    is_stream = str(file).startswith(("<stdin>", "/dev/", "/proc/"))
+    if is_stream or (file is None and sys.argv[:1] != ["-c"]):
         return "a program read from standard input has none"
     if threading.current_thread() is not threading.main_thread():
-        # PR_SET_PDEATHSIG fires when the thread that started a process ends, and Python handles signals in the main thread.
+        # PR_SET_PDEATHSIG kills a process when the thread that started it ends, and Python handles
+        # signals in the main thread.
         return "fit is called in a thread"
     return None
 

@@ -12,14 +12,14 @@ from typing import Any
 
 from geartrain.launch.forks import handlers_not_inherited, is_forking
 
-#: Signals that end a run; each would kill this process outright, or stay unheard while it is blocked.
+#: Signals that end a run; without a handler each would kill this process without tear-down.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-#: Seconds after which a signal that came in the middle of a fork is sent again.
+#: Seconds after which a signal that arrived during a fork is sent again.
 _AGAIN = 0.05
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal asked the run to end. Set-up is torn down as after an error."""
+    """A signal ends the run. Set-up is torn down as after an error."""
 
 
 @contextmanager
@@ -29,26 +29,25 @@ def raise_on_signals(
 ) -> Iterator[None]:
     """Let the signals that end a program raise :class:`Interrupted`, so that set-up is torn down.
 
-    A handler of the program's own stays, and so does a signal that it ignores, as SIGHUP under nohup. In another thread than the main one
-    nothing changes: Python allows handlers in that one only.
+    The program's own handlers stay, and so do signals that it ignores, as SIGHUP under nohup.
+    Outside the main thread nothing changes, because Python allows no handlers there.
 
     Args:
-        is_expected: True for the number of a signal that is to raise nothing, because the process is about to end already.
+        signals: the signals.
+        is_expected: True for a signal's number that must raise nothing, because the process ends.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if is_forking():  # Python drops an exception here: send the signal again, until it comes outside of a fork
+        if is_forking():  # Python drops an exception here: send the signal again after the fork
             threading.Timer(_AGAIN, os.kill, (os.getpid(), number)).start()
         elif not is_expected(number):
             raise Interrupted(f"ended by {signal.Signals(number).name}")
 
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        before = {
-            number: own
-            for number in signals
-            if (own := signal.getsignal(number)) in (signal.SIG_DFL, signal.default_int_handler)
-        }
+        defaults = (signal.SIG_DFL, signal.default_int_handler)
+        handlers = {number: signal.getsignal(number) for number in signals}
+        before = {number: own for number, own in handlers.items() if own in defaults}
     for number in before:
         signal.signal(number, interrupt)
     try:

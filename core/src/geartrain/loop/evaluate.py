@@ -16,23 +16,18 @@ if TYPE_CHECKING:
 
     from geartrain.loop.run import Run
 
-#: Stage -> how its step and its hooks of the module begin.
-_PREFIX = {
-    "validate": "validation",
-    "sanity_check": "validation",
-    "test": "test",
-    "predict": "predict",
-}
+#: Stages whose methods of the module have another prefix than the stage's name.
+_PREFIX = {"validate": "validation", "sanity_check": "validation"}
 
 
 def evaluate(run: Run, stage: str) -> Any:
-    """Run one evaluation and put the stage back as it was.
+    """Run one evaluation and restore ``run.stage``.
 
     Returns:
-        For ``"predict"`` each batch's output on the CPU, of all ranks (a list of such lists if there are several loaders); otherwise
-        the metrics by name.
+        For ``"predict"`` each batch's output on the CPU, of all ranks (a list of such lists if
+        there are several loaders); otherwise the metrics by name.
     """
-    prefix, on = _PREFIX[stage], run.module_hooks
+    prefix, on = _PREFIX.get(stage, stage), run.module_hooks
     before, run.stage = (run.stage, run.dataloader_idx), stage
     try:
         with _eval_mode(run.module), torch.no_grad(), run.logs.scope(keep=stage != "sanity_check"):
@@ -40,14 +35,11 @@ def evaluate(run: Run, stage: str) -> Any:
             run.hooks.on_validation_start(run=run)
             getattr(on, f"on_{prefix}_start")()
             getattr(on, f"on_{prefix}_epoch_start")()
-            outputs = [
-                _one_loader(run, index, prefix) for index in range(len(run.current_stage.loaders))
-            ]
+            loaders = run.current_stage.loaders
+            outputs = [_one_loader(run, index, prefix) for index in range(len(loaders))]
             if stage == "predict":
-                outputs = [
-                    run.ranks.outputs(run, mine, loader)
-                    for mine, loader in zip(outputs, run.current_stage.loaders, strict=True)
-                ]
+                pairs = zip(outputs, loaders, strict=True)
+                outputs = [run.ranks.outputs(run, mine, loader) for mine, loader in pairs]
             collected = outputs[0] if len(outputs) == 1 else outputs
             if on.has(f"{prefix}_epoch_end", f"on_{prefix}_epoch_end"):
                 run.logs.refresh_epoch()
@@ -62,23 +54,18 @@ def evaluate(run: Run, stage: str) -> Any:
 
 
 def _one_loader(run: Run, index: int, prefix: str) -> list[Any]:
-    """Make one pass over a loader. Return the outputs of its steps, if anything wants them."""
+    """Make one pass over a loader; return the outputs of its steps, if they are used."""
     options, hooks, on, stage = run.plan.options, run.hooks, run.module_hooks, run.current_stage
     run.dataloader_idx, loader = index, stage.loaders[index]
-    limit = stage.batches[index]
-    if run.stage == "sanity_check" and options.num_sanity_val_steps != -1:
-        limit = (
-            options.num_sanity_val_steps
-            if limit is None
-            else min(limit, options.num_sanity_val_steps)
-        )
+    limit, sanity = stage.batches[index], options.num_sanity_val_steps
+    if run.stage == "sanity_check" and sanity != -1:
+        limit = sanity if limit is None else min(limit, sanity)
     starts, ends = getattr(on, f"on_{prefix}_batch_start"), getattr(on, f"on_{prefix}_batch_end")
     keeps = run.stage == "predict" or on.has(f"{prefix}_epoch_end")
     more = (index,) if len(stage.loaders) > 1 else ()
     outputs: list[Any] = []
-    batches = hooks.device_batches(
-        run=run, loader=loader, stage="validate" if run.stage == "sanity_check" else run.stage
-    )
+    name = "validate" if run.stage == "sanity_check" else run.stage
+    batches = hooks.device_batches(run=run, loader=loader, stage=name)
     turns = run.ranks.batches(run, batches, limit)
     try:
         for batch_idx, batch in enumerate(turns):
@@ -87,9 +74,8 @@ def _one_loader(run: Run, index: int, prefix: str) -> list[Any]:
             output = hooks.forward(run=run, method=f"{prefix}_step", args=(batch, batch_idx, *more))
             ends(output, batch, batch_idx, *more)
             if keeps and not run.repeating:
-                outputs.append(
-                    map_tensors(output, torch.Tensor.cpu) if run.stage == "predict" else output
-                )
+                predicts = run.stage == "predict"
+                outputs.append(map_tensors(output, torch.Tensor.cpu) if predicts else output)
             if (batch_idx + 1) % options.log_every_n_steps == 0:
                 run.logs.drain()
     finally:
@@ -101,7 +87,7 @@ def _one_loader(run: Run, index: int, prefix: str) -> list[Any]:
 
 @contextmanager
 def _eval_mode(module: nn.Module) -> Iterator[None]:
-    """``module.eval()``, and afterwards every submodule as it was: frozen parts that were in eval mode stay in it."""
+    """Set eval mode, and at the end restore the mode of every submodule."""
     training = [part for part in module.modules() if part.training]
     module.eval()
     try:

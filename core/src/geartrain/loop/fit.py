@@ -1,4 +1,4 @@
-"""The loop. ``train_step`` is the training step; ``train_epoch`` and ``fit`` surround it."""
+"""The training loop: ``fit``, ``train_epoch`` and ``train_step``."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 def train_step(run: Run, micro_batches: Sequence[Any]) -> None:
-    """Take one optimizer step over ``micro_batches``, which are on the device. :func:`train_epoch` counts it.
+    """Take one optimizer step over ``micro_batches``, which are on the device.
 
-    ``run.hooks`` calls plugins, ``run.module_hooks`` the user's module; a hook without implementation does nothing.
+    ``run.hooks`` calls plugins, ``run.module_hooks`` the user's module.
     """
     hooks, module_hooks, size = run.hooks, run.module_hooks, len(micro_batches)
 
     def compute_gradients() -> torch.Tensor | None:
-        """Fill in the gradients. Return the mean loss, or ``None`` if no ``training_step`` returned one."""
+        """Compute gradients; return the mean loss, or ``None`` if every batch was skipped."""
         mean_loss = None
         for optimizer in run.optimizers:
             module_hooks.on_before_zero_grad(optimizer)
@@ -47,18 +47,14 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> None:
                 output = hooks.forward(run=run, method="training_step", args=(batch, batch_idx))
                 loss = output if isinstance(output, torch.Tensor) else loss_in(run, output)
                 if loss is not None:
-                    loss = (
-                        loss if size == 1 else loss / size
-                    )  # the last window of an epoch may be shorter than the others
+                    if size > 1:  # the last window of an epoch may be shorter than the others
+                        loss = loss / size
                     module_hooks.on_before_backward(loss)
                     backward(run, loss)
                     module_hooks.on_after_backward()
-                    mean_loss = (
-                        loss
-                        if size == 1
-                        else loss.detach() + (0 if mean_loss is None else mean_loss)
-                    )
-            run.step_output = output  # not before: freeing the last graph slows this forward's allocations down by 1 µs
+                    before = 0 if mean_loss is None else mean_loss
+                    mean_loss = loss if size == 1 else loss.detach() + before
+            run.step_output = output  # after forward: freeing the last graph costs it 1 µs
             if not last:  # that of the last batch comes after the step
                 module_hooks.on_train_batch_end(output, batch, batch_idx)
         if mean_loss is not None:
@@ -83,7 +79,7 @@ class _NothingToStepOn(Exception):
 
 
 def _closure_step(run: Run, gradients: Callable[[], torch.Tensor | None]) -> bool:
-    """Step an optimizer that computes the loss itself, several times, as LBFGS does. Return whether it stepped."""
+    """Step an optimizer that computes the loss several times, as LBFGS; True if it stepped."""
     optimizer = run.optimizers[0]
 
     def closure() -> Any:
@@ -100,7 +96,7 @@ def _closure_step(run: Run, gradients: Callable[[], torch.Tensor | None]) -> boo
 
 
 def loss_in(run: Run, output: Any) -> torch.Tensor | None:
-    """Return the loss in a dict that ``training_step`` returned; ``None`` if it returned nothing, to skip the batch.
+    """Return the loss in the dict of ``training_step``; ``None`` for ``None``, to skip the batch.
 
     Raises:
         TrainingError: it is something else, or one of several ranks skips its batch.
@@ -108,17 +104,14 @@ def loss_in(run: Run, output: Any) -> torch.Tensor | None:
     if isinstance(output, Mapping) and isinstance(output.get("loss"), torch.Tensor):
         return output["loss"]  # type: ignore[no-any-return]
     if output is not None:
-        what = (
-            f"a dict with {sorted(map(str, output))}"
-            if isinstance(output, Mapping)
-            else type(output).__name__
-        )
-        raise TrainingError(
-            f"training_step returned {what}. Fix: return the loss, a dict with it under 'loss', or None to skip the batch"
-        )
+        kind = type(output).__name__
+        what = f"a dict with {sorted(map(str, output))}" if isinstance(output, Mapping) else kind
+        fix = "return the loss, a dict with it under 'loss', or None to skip the batch"
+        raise TrainingError(f"training_step returned {what}. Fix: {fix}")
     if run.world.size > 1:
         raise TrainingError(
-            f"training_step returned None on rank {run.world.rank}: the other ranks would wait for its gradients."
+            f"training_step returned None on rank {run.world.rank}: "
+            "the other ranks would wait for its gradients."
         )
     return None
 
@@ -134,13 +127,13 @@ def backward(run: Run, loss: torch.Tensor) -> None:
     except RuntimeError as error:  # not checked before: the check would cost every step
         if not loss.requires_grad:
             raise TrainingError(
-                f"the loss of {type(run.module).__name__}.training_step needs no grad, so nothing could be learnt from it. "
-                "Fix: compute it from parameters with requires_grad=True, without .detach(), .item() or torch.no_grad()"
+                f"the loss of {type(run.module).__name__}.training_step needs no grad, so nothing "
+                "could be learnt from it. Fix: compute it from parameters with requires_grad=True, "
+                "without .detach(), .item() or torch.no_grad()"
             ) from error
         if loss.numel() != 1:
-            raise TrainingError(
-                f"the loss must be one number, and this one has the shape {list(loss.shape)}. Fix: .mean() or .sum()"
-            ) from error
+            what = f"the loss must be one number, and this one has the shape {list(loss.shape)}"
+            raise TrainingError(f"{what}. Fix: .mean() or .sum()") from error
         raise
 
 
@@ -149,11 +142,12 @@ class EpochIsOver(Exception):
 
 
 def end_of_epoch(run: Run) -> Exception:
-    """Return what ends the epoch if ``on_train_batch_start`` returns -1: on one of several ranks an error, as its peers would wait."""
+    """Return the exception for ``on_train_batch_start`` -> -1: with several ranks an error."""
     if run.world.size > 1:
         return TrainingError(
-            f"on_train_batch_start returned -1 on rank {run.world.rank}: the other ranks would hang, waiting for its gradients. "
-            "Fix: self.trainer.should_stop = True, or limit_train_batches"
+            f"on_train_batch_start returned -1 on rank {run.world.rank}: the other ranks would "
+            "hang, waiting for its gradients. Fix: self.trainer.should_stop = True, or "
+            "limit_train_batches"
         )
     return EpochIsOver()
 
@@ -204,12 +198,8 @@ def train_epoch(run: Run) -> None:
 
 def _train_batches(run: Run) -> None:
     """Make one pass over the training loader, with the validations that are due inside it."""
-    hooks, loader, limit, ended = (
-        run.hooks,
-        run.stages["train"].loaders[0],
-        run.stages["train"].batches[0],
-        False,
-    )
+    hooks, stage, ended = run.hooks, run.stages["train"], False
+    loader, limit = stage.loaders[0], stage.batches[0]
     every, size = _validation_interval(run), run.plan.options.accumulate_grad_batches
     device_batches = hooks.device_batches(run=run, loader=loader, stage="train")
     batches = run.ranks.batches(run, device_batches, limit)
@@ -230,27 +220,27 @@ def _train_batches(run: Run) -> None:
         run.step_output = run.batch = None
         close_batches(device_batches, loader)
     if run.batch_idx == 0 and not ended:
-        used_up = isinstance(loader, Iterator) and run.batches_seen
-        raise TrainingError(
-            "the training loader is an iterator, which earlier epochs have read to its end. Fix: a DataLoader or a list"
-            if used_up
-            else "the training loader gave no batch. Fix: look at its dataset, batch_size and drop_last"
-        )
+        what, fix = "gave no batch", "look at its dataset, batch_size and drop_last"
+        if isinstance(loader, Iterator) and run.batches_seen:
+            what = "is an iterator, which earlier epochs have read to its end"
+            fix = "a DataLoader or a list"
+        raise TrainingError(f"the training loader {what}. Fix: {fix}")
 
 
 def _windows(batches: Iterator[Any], size: int) -> Iterator[Sequence[Any]]:
     """Return batches in windows of ``size``; the last may be shorter.
 
-    A window is read ahead, because the loss is divided by its length: its batches are on the device together.
+    All batches of a window are on the device together, because the loss is divided by its length.
     """
     return zip(batches, strict=True) if size == 1 else iter(lambda: list(islice(batches, size)), [])
 
 
 def _finish_step(run: Run, taken: int, every: int | None) -> bool:
-    """Validate and flush if the step that took so many batches makes it due. Return whether it ends the epoch.
+    """Validate and flush if that is due after this step; True if the step ends the epoch.
 
     Args:
-        every: the number of batches between validations; ``None`` if none is due inside the epoch.
+        taken: the batches of the step.
+        every: the batches between validations; ``None`` if none is due inside the epoch.
     """
     options = run.plan.options
     done = run.batch_idx + (run.batches_seen if options.check_val_every_n_epoch is None else 0)
@@ -267,19 +257,19 @@ def _finish_step(run: Run, taken: int, every: int | None) -> bool:
 
 
 def _step_epoch_schedules(run: Run) -> None:
-    """Step the schedulers of epochs as Lightning does: once an epoch's batches are done, before the validation that follows them."""
+    """Step the schedulers of epochs after the last batch, before validation, as Lightning does."""
     step_schedules(run, "epoch", run.epoch + 1)
 
 
 def _validate(run: Run) -> None:
-    """Validate, unless the run resumes from a checkpoint that was saved at the end of this validation."""
+    """Validate, unless the run resumes from a checkpoint of the end of this validation."""
     resumed = run.resumed
     if resumed is None or not resumed.validated or resumed.batch_idx != run.batch_idx:
         evaluate(run, "validate")
 
 
 def _versions(run: Run) -> list[int]:
-    """Return torch's count of in-place changes of each parameter that is stepped."""
+    """Return torch's count of in-place changes of each parameter that optimizers step."""
     return [parameter._version for parameter in parameters_of(run.optimizers)]
 
 
@@ -290,15 +280,17 @@ def _warn_if_untrained(run: Run, versions: list[int]) -> None:
         return
     if versions != _versions(run) or any(p.grad is not None for p in stepped):
         return
-    others = any(parameter.grad is not None for parameter in run.module.parameters())
-    if others:
-        why = "gradients reached only parameters that no optimizer steps. Fix: give configure_optimizers the parameters of the loss"
+    if any(parameter.grad is not None for parameter in run.module.parameters()):
+        why = "gradients reached only parameters that no optimizer steps"
+        fix = "give configure_optimizers the parameters of the loss"
     else:
-        why = "every training_step returned None, or a plugin dropped its gradients. Fix: return the loss from training_step"
-    warnings.warn(f"no step of the first epoch trained anything: {why}", stacklevel=2)
+        why = "every training_step returned None, or a plugin dropped its gradients"
+        fix = "return the loss from training_step"
+    what = "no step of the first epoch trained anything"
+    warnings.warn(f"{what}: {why}. Fix: {fix}", stacklevel=2)
 
 
-# --- when to validate ----------------------------------------------------------------------------------------------------
+# --- when to validate -----------------------------------------------------------------------------
 
 
 def _validates_after_epoch(run: Run) -> bool:
@@ -313,7 +305,7 @@ def _epoch_is_due(run: Run) -> bool:
 
 
 def _validation_interval(run: Run) -> int | None:
-    """Return after how many batches of this epoch to validate, each time; ``None`` if never inside it.
+    """Return the batches between validations in this epoch; ``None`` if none is due inside it.
 
     Raises:
         UsageError: an interval that no epoch reaches, or a fraction of a loader without length.
@@ -323,17 +315,14 @@ def _validation_interval(run: Run) -> int | None:
         return None
     if isinstance(interval, float):
         if total is None:
-            raise UsageError(
-                f"val_check_interval={interval} of a training loader without length. Fix: a whole number of batches"
-            )
+            what = f"val_check_interval={interval} of a training loader without length"
+            raise UsageError(f"{what}. Fix: a whole number of batches")
         return max(1, int(total * interval))
-    if (
-        run.plan.options.check_val_every_n_epoch is not None
-        and total is not None
-        and interval > total
-    ):
+    counts_each_epoch = run.plan.options.check_val_every_n_epoch is not None
+    if counts_each_epoch and total is not None and interval > total:
         raise UsageError(
-            f"val_check_interval={interval} is more than the {total} batches of an epoch, so validation would never run. "
-            "Fix: a smaller one, or check_val_every_n_epoch=None to count across epochs"
+            f"val_check_interval={interval} is more than the {total} batches of an epoch, so "
+            "validation would never run. Fix: a smaller one, or check_val_every_n_epoch=None to "
+            "count across epochs"
         )
     return interval

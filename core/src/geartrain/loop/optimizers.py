@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedulers, in the forms that ``configure_optimizers`` may return."""
+"""Optimizers and learning-rate schedulers, in all forms of ``configure_optimizers``."""
 
 from __future__ import annotations
 
@@ -19,24 +19,19 @@ if TYPE_CHECKING:
     from geartrain.loop.run import Run
 
 _CONFIG_KEYS = (
-    "scheduler",
-    "interval",
-    "frequency",
-    "monitor",
-    "strict",
-    "name",
+    *("scheduler", "interval", "frequency", "monitor", "strict", "name"),
     "reduce_on_plateau",
 )
 
 
 @dataclass(slots=True)
 class Schedule:
-    """One scheduler and when to step it."""
+    """One scheduler and the times of its steps."""
 
     scheduler: Any
     #: ``"epoch"`` or ``"step"``.
     interval: str = "epoch"
-    #: Every how many epochs or steps.
+    #: Epochs or steps from one of its steps to the next.
     frequency: int = 1
     #: The metric that ReduceLROnPlateau reads.
     monitor: str | None = None
@@ -46,9 +41,9 @@ class Schedule:
     reduce_on_plateau: bool = False
     #: The newest epoch or step at which it was due.
     count: int = 0
-    #: The step at which it became due, until there is a new value to judge; 0 otherwise.
+    #: The step at which it became due, until its metric has a new value; 0 otherwise.
     due: int = 0
-    #: The epoch and the step of the value that it judged last: each value counts once.
+    #: The epoch and the step of the last value that it used: each value counts once.
     judged: tuple[int, int] | None = None
 
     def progress(self) -> tuple[int, int, tuple[int, int] | None]:
@@ -56,18 +51,16 @@ class Schedule:
         return self.count, self.due, self.judged
 
     def set_progress(self, progress: Any) -> None:
-        self.count, self.due, self.judged = (
-            progress[0],
-            progress[1],
-            None if progress[2] is None else tuple(progress[2]),
-        )
+        """Restore the state that :meth:`progress` returned."""
+        self.count, self.due, judged = progress
+        self.judged = None if judged is None else tuple(judged)
 
 
 def read_optimizers(returned: Any) -> tuple[list[Optimizer], list[Schedule]]:
     """Read what ``configure_optimizers`` returned, in any of Lightning's forms.
 
     Raises:
-        UsageError: anything else; or a scheduler of an optimizer that was not returned, which would change nothing that is trained.
+        UsageError: anything else; or a scheduler of an optimizer that was not returned.
     """
     optimizers, schedules = _read_forms(returned)
     stepped = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
@@ -75,8 +68,9 @@ def read_optimizers(returned: Any) -> tuple[list[Optimizer], list[Schedule]]:
         own = getattr(schedule.scheduler, "optimizer", None)
         if isinstance(own, Optimizer) and stepped.isdisjoint(map(id, own.param_groups)):
             raise UsageError(
-                f"configure_optimizers: the {type(schedule.scheduler).__name__} is of {type(own).__name__}, which was not returned: "
-                "its rates would change nothing. Fix: return that optimizer, or make the scheduler of one that is returned"
+                f"configure_optimizers: the {type(schedule.scheduler).__name__} is of "
+                f"{type(own).__name__}, which was not returned: its rates would change nothing. "
+                "Fix: return that optimizer, or make the scheduler of one that is returned"
             )
     return optimizers, schedules
 
@@ -98,8 +92,9 @@ def _read_forms(returned: Any) -> tuple[list[Optimizer], list[Schedule]]:
             if optimizers and all(isinstance(item, Optimizer) for item in optimizers):
                 return list(optimizers), [_schedule(item) for item in schedulers]
     raise UsageError(
-        f"configure_optimizers returned {returned!r}. Fix: an optimizer, a list of them, two lists (optimizers, schedulers), "
-        'a dict {"optimizer": ..., "lr_scheduler": ...}, or a tuple of such dicts'
+        f"configure_optimizers returned {returned!r}. Fix: an optimizer, a list of them, two lists "
+        '(optimizers, schedulers), a dict {"optimizer": ..., "lr_scheduler": ...}, or a tuple of '
+        "such dicts"
     )
 
 
@@ -108,13 +103,10 @@ def _from_dicts(dicts: Sequence[Mapping[str, Any]]) -> tuple[list[Optimizer], li
     for one in dicts:
         unknown = set(one) - {"optimizer", "lr_scheduler", "monitor"}
         if unknown or not isinstance(one.get("optimizer"), Optimizer):
-            what = (
-                f"has {', '.join(sorted(map(repr, unknown)))}"
-                if unknown
-                else "has no optimizer under 'optimizer'"
-            )
+            what = ", ".join(sorted(map(repr, unknown))) or "no optimizer under 'optimizer'"
             raise UsageError(
-                f"configure_optimizers: a dict {what}. It takes 'optimizer', 'lr_scheduler' and 'monitor'; every optimizer steps each time."
+                f"configure_optimizers: a dict has {what}. It takes 'optimizer', 'lr_scheduler' "
+                "and 'monitor'; every optimizer steps each time."
             )
         optimizers.append(one["optimizer"])
         if one.get("lr_scheduler") is not None:
@@ -126,33 +118,30 @@ def _schedule(given: Any, monitor: str | None = None) -> Schedule:
     if isinstance(given, Mapping):
         for key in given:
             if key not in _CONFIG_KEYS:
-                raise UsageError(
-                    f"configure_optimizers: a scheduler's dict has {key!r}. {nearest(key, _CONFIG_KEYS)}"
-                )
+                meant = nearest(key, _CONFIG_KEYS)
+                raise UsageError(f"configure_optimizers: a scheduler's dict has {key!r}. {meant}")
         schedule = Schedule(**{"scheduler": None, "monitor": monitor, **given})
     else:
         schedule = Schedule(given, monitor=monitor)
     if not callable(getattr(schedule.scheduler, "step", None)):
         raise UsageError(f"configure_optimizers: {schedule.scheduler!r} is not a scheduler.")
     if schedule.interval not in ("epoch", "step") or schedule.frequency < 1:
-        raise UsageError(
-            f"configure_optimizers: interval={schedule.interval!r}, frequency={schedule.frequency!r}: 'epoch' or 'step', at least 1."
-        )
-    schedule.reduce_on_plateau = schedule.reduce_on_plateau or isinstance(
-        schedule.scheduler, ReduceLROnPlateau
-    )
+        what = f"interval={schedule.interval!r}, frequency={schedule.frequency!r}"
+        raise UsageError(f"configure_optimizers: {what}: 'epoch' or 'step', at least 1.")
+    if isinstance(schedule.scheduler, ReduceLROnPlateau):
+        schedule.reduce_on_plateau = True
     if schedule.reduce_on_plateau and schedule.monitor is None:
         raise UsageError(
-            'configure_optimizers: ReduceLROnPlateau needs to know its metric. Fix: {"scheduler": ..., "monitor": "val_loss"}'
+            "configure_optimizers: ReduceLROnPlateau needs to know its metric. "
+            'Fix: {"scheduler": ..., "monitor": "val_loss"}'
         )
     return schedule
 
 
 def zero_grad(optimizer: Optimizer) -> None:
-    """``optimizer.zero_grad()``, without its profiling and foreach bookkeeping, which cost 5 µs a step on a small model."""
-    if (
-        getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad
-    ):  # overridden, as by horovod
+    """Call ``optimizer.zero_grad()``, without its bookkeeping, which costs 5 µs a step."""
+    own = getattr(optimizer.zero_grad, "__func__", None)
+    if own is not Optimizer.zero_grad:  # overridden, as by horovod
         optimizer.zero_grad()
         return
     for group in optimizer.param_groups:
@@ -161,20 +150,17 @@ def zero_grad(optimizer: Optimizer) -> None:
 
 
 def parameters_of(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
-    """The parameters that these step, each once: one that two of them step must not count twice."""
-    return list(
-        dict.fromkeys(
-            p
-            for optimizer in optimizers
-            for group in optimizer.param_groups
-            for p in group["params"]
-        )
-    )
+    """Return the parameters that these optimizers step, each once."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return list(dict.fromkeys(parameter for group in groups for parameter in group["params"]))
 
 
 def about_to_step(run: Run) -> dict[str, nn.Parameter]:
-    """The module's parameters by name whose gradients a step is about to use: all of them, and in manual optimisation and in a Session
-    those of the optimizer that is stepped. The others' may be scaled still, or left over from another loss."""
+    """Return the module's parameters, by name, whose gradients the next step uses.
+
+    In manual optimisation and in a Session these are the optimizer's own: other gradients may still
+    be scaled, or belong to another loss.
+    """
     named = dict(run.module.named_parameters())
     if run.mode == "automatic":
         return named
@@ -183,7 +169,7 @@ def about_to_step(run: Run) -> dict[str, nn.Parameter]:
 
 
 def mean_over_ranks(run: Run, loss: Any) -> Any:
-    """A closure's loss: ranks that see different ones would search along different lines, and wait for each other."""
+    """Return the mean of a closure's loss: with different ones, line searches would hang."""
     if run.world.size == 1 or not isinstance(loss, torch.Tensor | float):
         return loss
     here = torch.as_tensor(loss, device=run.device).detach()
@@ -191,19 +177,17 @@ def mean_over_ranks(run: Run, loss: Any) -> Any:
 
 
 def needs_closure(optimizers: Sequence[Optimizer], automatic: bool = True) -> bool:
-    """True if the optimizer computes the loss itself, several times a step, as LBFGS does.
+    """True if an optimizer computes the loss itself, several times a step, as LBFGS does.
 
     Args:
-        automatic: whether the loop steps all of them; in manual optimisation the module steps each by itself.
+        automatic: True if the loop steps all of them; False in manual optimisation.
 
     Raises:
-        UsageError: it does, and is not the only one that the loop steps: the others would step on gradients of another point.
+        UsageError: the loop steps other optimizers too, whose gradients would be of another point.
     """
-    needing = [optimizer for optimizer in optimizers if _wants_closure(optimizer)]
+    needing = [type(one).__name__ for one in optimizers if _wants_closure(one)]
     if automatic and needing and len(optimizers) > 1:
-        raise UsageError(
-            f"{type(needing[0]).__name__} needs a closure and must be the only optimizer."
-        )
+        raise UsageError(f"{needing[0]} needs a closure and must be the only optimizer.")
     return bool(needing)
 
 
@@ -213,14 +197,15 @@ def _wants_closure(optimizer: Optimizer) -> bool:
 
 
 def step_schedules(run: Run, interval: str, count: int) -> None:
-    """Step the schedulers of one interval; ``count`` steps or epochs are done. Those that judge a metric wait for :func:`step_plateaus`.
+    """Step the schedulers of one interval, after ``count`` steps or epochs.
 
-    In manual optimisation the module steps them.
+    Schedulers that read a metric wait for :func:`step_plateaus`. In manual optimisation the module
+    steps all of them.
     """
     for schedule in run.schedulers if run.mode == "automatic" else ():
-        if (
-            schedule.interval != interval or count % schedule.frequency or schedule.count == count
-        ):  # of an epoch it is called twice
+        if schedule.interval != interval or count % schedule.frequency:
+            continue
+        if schedule.count == count:  # it is called twice for an epoch
             continue
         schedule.count = count
         if schedule.reduce_on_plateau:
@@ -230,35 +215,39 @@ def step_schedules(run: Run, interval: str, count: int) -> None:
 
 
 def step_plateaus(run: Run, ends: str = "") -> None:
-    """Step the schedulers that judge a metric and are due, if it has a new value. Every rank goes by rank 0's.
+    """Step the schedulers that read a metric and are due, if rank 0 has a new value of it.
 
     Args:
-        ends: ``"validation"`` or ``"epoch"``: what has given metrics just now. Otherwise only those that became due in this step are tried.
+        ends: ``"validation"`` or ``"epoch"`` if one has just ended. Otherwise only schedulers that
+            became due in this step are tried.
 
     Raises:
-        UsageError: the monitored metric of a strict one was never logged.
+        UsageError: the metric of a strict scheduler was never logged.
     """
     for schedule in run.schedulers if run.mode == "automatic" else ():
-        if (
-            not schedule.due
-            or (schedule.interval == "epoch" and ends != "epoch")
-            or (not ends and schedule.due != run.step)
-        ):
+        waits = schedule.interval == "epoch" and ends != "epoch"
+        if not schedule.due or waits or (not ends and schedule.due != run.step):
             continue
-        value, when, known = run.logs.newest(str(schedule.monitor))
+        name = str(schedule.monitor)
+        value, when, known = run.logs.newest(name)
         if value is not None and when != schedule.judged:
             schedule.scheduler.step(value)
             schedule.judged = when
             schedule.due = 0
         elif value is None and ends == "epoch":
-            text = f"ReduceLROnPlateau monitors {schedule.monitor!r}, which was not logged. {nearest(str(schedule.monitor), known)}"
+            what = f"ReduceLROnPlateau monitors {schedule.monitor!r}, which was not logged"
+            text = f"{what}. {nearest(name, known)}"
             if schedule.strict:
                 raise UsageError(text)
             warnings.warn(f"{text} Training continues without", stacklevel=2)
 
 
 def clip(parameters: list[torch.nn.Parameter], limit: float, algorithm: str) -> torch.Tensor | None:
-    """Clip gradients by ``"norm"``, and return the total norm before (0-d), or by ``"value"``."""
+    """Clip gradients by ``"norm"`` or ``"value"``.
+
+    Returns:
+        For ``"norm"`` the total norm before clipping (0-d, on the device), otherwise ``None``.
+    """
     if algorithm == "value":
         torch.nn.utils.clip_grad_value_(parameters, limit)
         return None

@@ -1,4 +1,4 @@
-"""The common work of a run's ranks, beside the collectives of its hooks: here, of one rank."""
+"""The common work of a run's ranks, besides the collectives of its hooks; here for one rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 
 class OneRank:
-    """A rank that is alone. ``geartrain.parallel.SeveralRanks`` does the same among others, which all call each method together."""
+    """The only rank. With several, ``geartrain.parallel.SeveralRanks`` replaces it.
+
+    Every rank must call each method in the same place.
+    """
 
     def check(self, run: Run, checkpoint: str | None = None) -> None:
         """Refuse ranks that were set up differently, once the module is set up.
@@ -21,11 +24,11 @@ class OneRank:
             checkpoint: the name of the file that this rank will read.
 
         Raises:
-            TrainingError: what differs, and on which rank.
+            TrainingError: ranks differ; it names the difference and the ranks.
         """
 
     def count_batches(self, run: Run, name: str, stage: Stage) -> Stage:
-        """Return a stage with the batches of all ranks, from a stage with this rank's.
+        """Return a stage with the numbers of batches of all ranks, from this rank's stage.
 
         Args:
             name: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
@@ -35,20 +38,21 @@ class OneRank:
     def batches(self, run: Run, batches: Iterable[Any], limit: int | None) -> Iterator[Any]:
         """Return the batches for which this rank calls its step, at most ``limit`` of its own.
 
-        Every rank calls its step equally often, so that collectives inside it cannot deadlock: if a rank has run out in an evaluation, it
-        repeats a batch. Then ``run.repeating`` is true, and logged values leave no trace.
+        Every rank calls its step equally often, so that collectives inside it cannot deadlock. A
+        rank that has no more batches in an evaluation repeats one: then ``run.repeating`` is true,
+        and logged values are dropped.
         """
         return islice(batches, limit)
 
     def broadcast_buffers(self, run: Run) -> None:
-        """Give every rank rank 0's buffers: each rank's BatchNorm has seen its own batches, and would evaluate by its own statistics."""
+        """Copy rank 0's buffers to all ranks: each rank's BatchNorm has other statistics."""
 
     def outputs(self, run: Run, mine: list[Any], loader: Any) -> list[Any]:
-        """Return the outputs of ``predict_step`` for a loader on all ranks, from those of this rank."""
+        """Return the outputs of ``predict_step`` of all ranks for a loader, from this rank's."""
         return mine
 
     def gather_states(self, run: Run, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return each rank's state, in order, on rank 0, which writes the checkpoint. The others get their own."""
+        """Return all ranks' states, in order, on rank 0; on other ranks only their own."""
         return [mine]
 
     def reduce(
@@ -57,6 +61,7 @@ class OneRank:
         """Reduce metrics that were logged with ``sync_dist``.
 
         Returns:
-            Each metric's value; how each was logged, which a rank without samples learns here; and whether any rank wants to stop.
+            Each metric's value; each metric's options, which a rank without samples does not know;
+            and True if any rank wants to stop.
         """
         return {name: metric.value(name) for name, metric in metrics.items()}, {}, run.should_stop

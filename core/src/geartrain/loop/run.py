@@ -1,4 +1,4 @@
-"""Run and World: the state that is handed to every hook."""
+"""Run and World: the state that every hook gets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Where this process stands among the others. Every number counts from 0."""
+    """The position of this process among the others. Ranks count from 0."""
 
     rank: int = 0
     size: int = 1
@@ -41,24 +41,21 @@ class World:
 
 @dataclass(slots=True)
 class Stage:
-    """The loaders of one stage, and for each of them how many batches are used."""
+    """The loaders of one stage, and for each the number of batches that are used."""
 
     #: After ``shard_dataloader``.
     loaders: list[Iterable[Any]] = field(default_factory=list)
     #: Batches of one pass on this rank, after limits; ``None`` if a loader has no length.
     batches: list[int | None] = field(default_factory=list)
-    #: The most batches that any rank has: so many times every rank calls the step in evaluation.
+    #: The most batches that any rank has: in evaluation every rank calls the step so often.
     max_batches: list[int | None] = field(default_factory=list)
-    #: True if ranks must agree at each batch whether another follows: some rank's loader has no length.
+    #: True if a rank's loader has no length: ranks must agree at each batch whether another
+    #: follows.
     lengths_unknown: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Stage, (
-            [],
-            self.batches,
-            self.max_batches,
-            self.lengths_unknown,
-        )  # loaders stay in their process
+        # Loaders stay in their process.
+        return Stage, ([], self.batches, self.max_batches, self.lengths_unknown)
 
 
 def _report_nothing(*_: object) -> None:
@@ -67,45 +64,52 @@ def _report_nothing(*_: object) -> None:
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """One call of ``fit``, ``validate``, ``test`` or ``predict``, as hooks see it."""
+    """One call of ``fit``, ``validate``, ``test`` or ``predict``: the argument of every hook."""
 
     #: The decisions before anything started; frozen.
     plan: Plan
-    #: The callers: ``run.hooks.barrier(run=run)``. Frozen after set-up; a hook without implementation does nothing.
+    #: The callers: ``run.hooks.barrier(run=run)``. Frozen after set-up. A hook without
+    #: implementation does nothing.
     hooks: Hooks
     #: The user's module, never wrapped.
     module: Module
+    #: The Trainer, or the Session in mode ``"session"``.
     trainer: Trainer
-    #: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``: the caller's command.
+    #: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
     command: str
-    #: What does backward and steps: ``"automatic"``, the loop; ``"manual"``, the module's ``training_step``; ``"session"``, the user's own
-    #: loop, without epochs and stages.
+    #: The code that does backward and steps: ``"automatic"``, the loop; ``"manual"``, the module's
+    #: ``training_step``; ``"session"``, the user's own loop, without epochs and stages.
     mode: str = "automatic"
-    #: What runs now: ``"train"``, ``"validate"``, ``"test"``, ``"predict"`` or ``"sanity_check"``.
+    #: The running stage: ``"train"``, ``"validate"``, ``"test"``, ``"predict"`` or
+    #: ``"sanity_check"``.
     stage: str = "train"
-    #: This process among the others, as the launcher says; ``None`` if it is alone.
+    #: The place of this process among the launcher's; ``None`` if it is alone.
     cluster: ClusterEnvironment | None = None
-    #: A fresh store that every rank of this run reaches; ``None`` where this process is alone.
+    #: A new store that every rank of this run reaches; ``None`` if this process is alone.
     store: Store | None = None
-    #: Called with the error that ends the run, before plugins and modules tear down. Set by ``launch`` for a rank that is watched.
+    #: Called with the error that ends the run, before plugins and modules tear down. ``launch``
+    #: sets it if another process watches this rank.
     report_failure: Callable[[BaseException], None] = _report_nothing
-    #: Called when plugins and modules have torn down: this process only has to leave the others. Set by ``launch`` likewise.
+    #: Called after plugins and modules have torn down, before this process leaves the group.
+    #: ``launch`` sets it, as above.
     report_teardown: Callable[[], None] = _report_nothing
     #: The run's folder, or ``None``.
     output: Path | None = None
     #: The wrapped ``StepForwarder(module)``; only the ``forward`` hook calls it.
     model: nn.Module | None = None
-    #: ``StepForwarder(module)`` as it was before ``wrap_model``: what evaluation calls.
+    #: ``StepForwarder(module)`` before ``wrap_model``; evaluation calls it.
     unwrapped: StepForwarder = field(init=False)
     #: The function for each step method, which the default ``forward`` calls.
     step_functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    #: The optimizers, wrapped by ``wrap_optimizer``.
     optimizers: list[Optimizer] = field(default_factory=list)
     schedulers: list[Schedule] = field(default_factory=list)
+    #: This rank's device; set by ``setup_device``.
     device: torch.device = field(init=False)
     world: World = field(default_factory=World)
-    #: The common work of the ranks, beside the collectives among the hooks.
+    #: The common work of the ranks, besides the collectives among the hooks.
     ranks: OneRank = field(default_factory=OneRank)
-    #: What plugins want called between ``prepare_data`` and ``setup`` of data module and module.
+    #: Functions of plugins, called between ``prepare_data`` and ``setup``.
     before_setup: list[Callable[[], None]] = field(default_factory=list)
     #: Optimizer steps done; in manual optimisation, batches.
     step: int = 0
@@ -115,32 +119,35 @@ class Run:
     batch_idx: int = 0
     #: Batches done in earlier epochs.
     batches_seen: int = 0
-    #: The loader that is iterated now, from 0.
+    #: The index of the loader that is iterated.
     dataloader_idx: int = 0
-    #: The batch that is in a step method now; ``None`` between batches.
+    #: The batch of the running step method; ``None`` between batches.
     batch: Any = None
     #: The newest result of ``training_step``; ``None`` between epochs.
     step_output: Any = None
     #: True if the optimizer computes the loss itself, as LBFGS does.
     needs_closure: bool = False
-    #: The target of the module's ``manual_backward`` and the like: in mode ``"manual"``, from ``on_run_start`` of a ``fit`` on. The plugin
-    #: ``manual_optimisation`` sets it.
+    #: The object that the module's ``manual_backward`` and the like call. The plugin
+    #: ``manual_optimisation`` sets it in ``on_run_start`` of a ``fit`` in mode ``"manual"``.
     manual: Any = None
-    #: The newest value of each metric that was reported or read; ``metrics`` also has values that were logged since then.
+    #: The newest value of each metric that was reported or read; ``metrics`` also has newer values.
     reported: dict[str, float] = field(default_factory=dict)
+    #: The logged values since the last flush, and the values that were reported.
     logs: MetricStore = field(init=False)
-    #: The module's own hooks that are overridden, each a bound method or ``None``.
+    #: The module's own hooks as attributes; one that is not overridden does nothing.
     module_hooks: ModuleHooks = field(init=False)
-    #: By name, ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``; empty if the command does not need its loaders.
+    #: By name: ``"train"``, ``"validate"``, ``"test"``, ``"predict"``. A stage has no loaders if
+    #: the command does not need them.
     stages: dict[str, Stage] = field(default_factory=lambda: defaultdict(Stage))
-    #: True if this rank has run out of batches and repeats one, so that collectives match; its outputs and logs are thrown away.
+    #: True if this rank has no more batches and repeats one, so that collectives match. Outputs and
+    #: logged values are dropped meanwhile.
     repeating: bool = False
-    #: Where the random generators stood as the running epoch began.
+    #: The random state at the beginning of the running epoch.
     epoch_start: dict[str, Any] | None = None
-    #: Where a run resumes, in its first epoch; ``None`` after it, and in other runs.
+    #: The position where the run resumes, in its first epoch; otherwise ``None``.
     resumed: Resumed | None = None
-    #: A checkpoint in memory from which ``fit`` resumes, before any file. Set in ``setup_process_group`` by a strategy whose
-    #: ranks come and go; all ranks have the same.
+    #: A checkpoint in memory from which ``fit`` resumes, before any file; the same on all ranks. A
+    #: strategy whose ranks may change sets it in ``setup_process_group``.
     memory_checkpoint: dict[str, Any] | None = None
     #: May be set on any rank; takes effect on all ranks at the next flush.
     should_stop: bool = False
@@ -153,11 +160,9 @@ class Run:
         return same
 
     def __getstate__(self) -> dict[str, Any]:
-        """A run that has not begun, as it goes to another process; its hooks are made there, from the trainer's parts."""
-        return {
-            name: getattr(self, name)
-            for name in ("plan", "module", "trainer", "command", "output", "step", "epoch", "mode")
-        }
+        """Return the state of a run before its start. Another process makes the hooks itself."""
+        names = ("plan", "module", "trainer", "command", "output", "step", "epoch", "mode")
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         trainer = state["trainer"]
@@ -165,13 +170,12 @@ class Run:
         trainer._run = self
 
     def again(self) -> None:
-        """Make this run as it was before ``launch`` called its worker, which may then be called once more, as by a strategy whose ranks
-        come and go. The module keeps its weights: ``memory_checkpoint`` is where ``fit`` resumes."""
-        cluster, reports, state = (
-            self.cluster,
-            (self.report_failure, self.report_teardown),
-            self.__getstate__(),
-        )
+        """Reset this run, so that ``launch`` can call its worker again, with other ranks.
+
+        The module keeps its weights; ``fit`` resumes from ``memory_checkpoint``.
+        """
+        cluster, state = self.cluster, self.__getstate__()
+        reports = self.report_failure, self.report_teardown
         if self.command == "fit":
             state |= {"step": 0, "epoch": 0}
         self.__setstate__(state)
@@ -179,15 +183,16 @@ class Run:
 
     @property
     def current_stage(self) -> Stage:
-        """The loaders of what runs now; a sanity check reads those to validate."""
+        """The loaders of the running stage; a sanity check uses those to validate."""
         return self.stages["validate" if self.stage == "sanity_check" else self.stage]
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The newest value of every logged metric on this rank; values logged since the last flush are read now.
+        """The newest value of every logged metric on this rank.
 
-        The CPU waits for the GPU here, but no rank waits for another. So a metric with ``sync_dist`` that no flush has reduced yet is this
-        rank's own: ``run.logs.refresh(name)``, called on every rank, reduces it.
+        Reading it reads the values since the last flush, so the CPU waits for the GPU, but no rank
+        waits for another. A metric with ``sync_dist`` that no flush has reduced yet has this rank's
+        own value: call ``run.logs.refresh(name)`` on every rank to reduce it.
         """
         if hasattr(self, "logs"):  # before set-up nothing can be logged
             self.logs.read()
@@ -198,7 +203,7 @@ class Run:
         self.logs.log(name, value, **options)
 
     def to_device(self, batch: Any) -> Any:
-        """Move a batch to ``run.device``, through the module's ``transfer_batch_to_device`` if it is overridden."""
+        """Return a batch on ``run.device``, moved by the module's transfer hooks."""
         from geartrain.data.loaders import transfer
 
         return transfer(self, batch)

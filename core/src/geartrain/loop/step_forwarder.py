@@ -1,4 +1,4 @@
-"""The loop's view of the user's module: the StepForwarder that is wrapped, the module's hooks, and checks of both."""
+"""The user's module in the loop: the StepForwarder that is wrapped, the module's hooks, checks."""
 
 from __future__ import annotations
 
@@ -20,35 +20,15 @@ from geartrain.module.nested import map_tensors
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 _ON_LOADERS = {f"on_{stage}_dataloader" for stage in ("train", "val", "test", "predict")}
-#: Methods of other frameworks' modules that geartrain would never call; the vocabularies of ``geartrain.hints`` have the replacements.
+_ON_MODELS = {f"on_{stage}_model_" for stage in ("validation", "test", "predict")}
+#: Methods of other frameworks' modules that geartrain would never call. Vocabularies of
+#: ``geartrain.hints`` have the replacements.
 NOT_CALLED = _ON_LOADERS | {
-    *(
-        "optimizer_step",
-        "optimizer_zero_grad",
-        "lr_scheduler_step",
-        "backward",
-        "configure_gradient_clipping",
-        "clip_gradients",
-    ),
-    *(
-        "configure_callbacks",
-        "configure_sharded_model",
-        "configure_model",
-        "on_post_move_to_device",
-        "log_grad_norm",
-    ),
-    *(
-        "on_epoch_start",
-        "on_epoch_end",
-        "on_pretrain_routine_start",
-        "on_pretrain_routine_end",
-        "on_validation_model_zero_grad",
-    ),
-    *(
-        f"on_{stage}_model_{mode}"
-        for stage in ("validation", "test", "predict")
-        for mode in ("eval", "train")
-    ),
+    *("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "backward", "clip_gradients"),
+    *("configure_callbacks", "configure_sharded_model", "configure_model", "log_grad_norm"),
+    *("configure_gradient_clipping", "on_post_move_to_device", "on_epoch_start", "on_epoch_end"),
+    *("on_pretrain_routine_start", "on_pretrain_routine_end", "on_validation_model_zero_grad"),
+    *(f"{name}{mode}" for name in _ON_MODELS for mode in ("eval", "train")),
     *("tbptt_split_batch", "predict_step_end", "predict_epoch_end"),
 }
 #: The same of their data modules.
@@ -59,28 +39,30 @@ NOT_CALLED_OF_DATA = _ON_LOADERS | {
 
 
 class StepForwarder(nn.Module):
-    """The module as the strategy wraps it: ``step("training_step", batch, batch_idx)`` calls that method.
+    """The module that a strategy wraps: ``forward("training_step", batch, batch_idx)`` calls it.
 
-    Training must go through the wrapper's ``forward`` (DDP prepares its reducer there); calling ``module.training_step`` past it
-    lets the ranks' weights drift apart with no error. This class is what makes ``training_step`` a ``forward``.
+    Training must call the wrapper's ``forward``, in which DDP prepares its reducer. A direct call
+    of ``module.training_step`` raises no error, but ranks would get different weights. This class
+    makes ``training_step`` a ``forward``.
+
+    Args:
+        module: the user's module.
     """
 
     def __init__(self, module: Module) -> None:
         super().__init__()
         self.module = module
-        # Decided once: how many of (batch, batch_idx, dataloader_idx) each method takes, and which have a *_step_end.
-        self._arity = {
-            name: _arity(module, name) for name in STEPS if callable(getattr(module, name, None))
-        }
-        self._ends = {
-            name for name in self._arity if callable(getattr(module, f"{name}_end", None))
-        }
+        # How many of (batch, batch_idx, dataloader_idx) each method takes, and which have an end.
+        has = [name for name in STEPS if callable(getattr(module, name, None))]
+        self._arity = {name: _arity(module, name) for name in has}
+        self._ends = {name for name in has if callable(getattr(module, f"{name}_end", None))}
 
     def calls(self, model: nn.Module) -> dict[str, Callable[..., Any]]:
-        """Return a function for each step method, decided once.
+        """Return a function for each step method.
 
-        Training goes through ``model``, which is this StepForwarder as the strategy wrapped it. If nothing wraps it, and in evaluation,
-        a call is the module's own method, without nn.Module's call machinery (1 µs), unless it takes fewer arguments or has a
+        ``training_step`` is a call of ``model``, this StepForwarder as the strategy wrapped it. If
+        nothing wraps it, and in evaluation, the function is the module's own method, which saves
+        nn.Module's call machinery (1 µs); but not if it takes fewer arguments or has a
         ``*_step_end``.
         """
 
@@ -97,12 +79,13 @@ class StepForwarder(nn.Module):
         return calls
 
     def forward(self, method: str, *args: Any) -> Any:
+        """Call a step method and its ``*_step_end``."""
         output = self.part(method, *args)
         return self.end(method, [output]) if method in self._ends else output
 
     def part(self, method: str, *args: Any) -> Any:
         """Call a step method on one part of a batch, without its ``*_step_end``."""
-        # Straight from the dict: nn.Module's __getattr__ would cost as much as the rest of this method.
+        # From the dict: nn.Module's __getattr__ would cost as much as the rest of this method.
         return getattr(self._modules["module"], method)(*args[: self._arity[method]])
 
     def has_end(self, method: str) -> bool:
@@ -122,14 +105,14 @@ def _arity(module: Module, method: str) -> int:
 
 
 def nothing(a: Any = None, b: Any = None, c: Any = None, d: Any = None) -> None:
-    """Do nothing, in place of a hook that the module does not override; without ``*`` CPython calls it in half the time."""
+    """Do nothing, for a hook that is not overridden. CPython calls it faster than ``*args``."""
 
 
 class ModuleHooks:
-    """The module's own hooks as attributes: each a bound method if the subclass overrides it, else :func:`nothing`."""
+    """The module's own hooks: bound methods of overridden ones, :func:`nothing` for the others."""
 
     def __init__(self, module: Module) -> None:
-        #: The outputs of this epoch's training steps, without their graphs, if ``training_epoch_end`` wants it.
+        #: Outputs of this epoch's training steps, detached, if there is a ``training_epoch_end``.
         self.outputs: list[Any] = []
         for name in dir(Module):
             if name.startswith("on_"):
@@ -148,7 +131,7 @@ class ModuleHooks:
         return any(getattr(self, name) is not nothing for name in names)
 
     def put_before(self, name: str, hook: Callable[..., Any]) -> None:
-        """Call ``hook`` before the present method of this name, whose result counts."""
+        """Call ``hook`` before the present method of this name, and return the method's result."""
         then = getattr(self, name)
 
         def both(*arguments: Any) -> Any:
@@ -164,7 +147,7 @@ class ModuleHooks:
 
 
 def _without_graph(hook: Callable[..., Any], output: Any, *arguments: Any) -> None:
-    """Call ``on_train_batch_end`` with a step's output that may be kept: its graph would hold the memory of the whole step."""
+    """Call ``on_train_batch_end`` with a detached output: a graph holds the memory of the step."""
     hook(map_tensors(output, torch.Tensor.detach), *arguments)
 
 
@@ -172,53 +155,37 @@ def check_module(module: Any, command: str) -> None:
     """Refuse a module, or its class, that cannot be run, before anything starts.
 
     Raises:
-        UsageError: no Module, a missing step or optimizer, a method that geartrain would never call.
+        UsageError: no Module, a missing step or optimizer, a method that geartrain never calls.
     """
     cls = module if inspect.isclass(module) else type(module)
     if not issubclass(cls, Module):
         raise UsageError(
-            f"{cls.__name__} is not a geartrain.Module. Fix: subclass geartrain.Module, or give Trainer.fit an nn.Module"
+            f"{cls.__name__} is not a geartrain.Module. "
+            "Fix: subclass geartrain.Module, or give Trainer.fit an nn.Module"
         )
-    refuse_misspelt(
-        module,
-        cls.__name__,
-        {*MODULE, *on_methods()} - NOT_CALLED,
-        ["automatic_optimization"],
-        Module,
-    )
-    step = {
-        "fit": "training_step",
-        "validate": "validation_step",
-        "test": "test_step",
-        "predict": "predict_step",
-    }[command]
+    reads = {*MODULE, *on_methods()} - NOT_CALLED
+    refuse_misspelt(module, cls.__name__, reads, ["automatic_optimization"], Module)
+    step = STEPS[("fit", "validate", "test", "predict").index(command)]
     if not callable(getattr(module, step, None)):
         raise UsageError(f"{cls.__name__} has no {step}, which {command} needs. Fix: define it")
-    if (
-        command == "fit"
-        and getattr(cls, "configure_optimizers", None) is Module.configure_optimizers
-    ):
-        raise UsageError(
-            f"{cls.__name__} has no configure_optimizers. Fix: return an optimizer from it, or None to step nothing"
-        )
-    for name in (
-        *STEPS,
-        *(name for name, thing in vars(Module).items() if inspect.isfunction(thing)),
-    ):
+    makes_optimizers = getattr(cls, "configure_optimizers", None)
+    if command == "fit" and makes_optimizers is Module.configure_optimizers:
+        fix = "return an optimizer from it, or None to step nothing"
+        raise UsageError(f"{cls.__name__} has no configure_optimizers. Fix: {fix}")
+    methods = [name for name, thing in vars(Module).items() if inspect.isfunction(thing)]
+    for name in (*STEPS, *methods):
         _check_method(module, cls, name)
     refuse_unrun(cls, (*STEPS, *(f"{name}_end" for name in STEPS), *vars(Module)))
-    # Module's own methods of these names are for manual optimisation, where a subclass may override them.
-    own = {
-        method
-        for method in vars(Module)
-        if not module.automatic_optimization or not overridden(module, method)
-    }
+    # Module's own methods of these names are for manual optimisation: a subclass may override them.
+    manual = not module.automatic_optimization
+    own = {method for method in vars(Module) if manual or not overridden(module, method)}
     _refuse_not_called(cls, "Module", NOT_CALLED - own)
 
 
 #: Arguments that Lightning gives a step, or gave it once -> the replacement.
 _NOT_GIVEN = {
-    "optimizer_idx": "automatic_optimization = False in __init__, and self.optimizers() in training_step, see docs/manual-optimisation.md",
+    "optimizer_idx": "automatic_optimization = False in __init__, and self.optimizers() in "
+    "training_step, see docs/manual-optimisation.md",
     "hiddens": "splitting the sequence in training_step",
     "dataloader_iter": "a batch: def {name}(self, batch, batch_idx)",
 }
@@ -233,68 +200,58 @@ def _check_method(module: Module | type[Module], cls: type, name: str) -> None:
     method = getattr(module, name, None)
     if not callable(method):
         if method is not None or name not in STEPS:
-            raise UsageError(
-                f"{cls.__name__}.{name} is {method!r} and no method. Fix: define it, or leave it out"
-            )
+            what = f"{cls.__name__}.{name} is {method!r} and no method"
+            raise UsageError(f"{what}. Fix: define it, or leave it out")
         return
     is_step = name in STEPS
     if not is_step and (not name.startswith(("on_", "transfer_")) or not overridden(module, name)):
         return
     if is_step:
-        given, fewest = (
-            ["batch", "batch_idx", "dataloader_idx"][: 2 if name == "training_step" else 3],
-            0,
-        )
+        count = 2 if name == "training_step" else 3
+        given, fewest = ["batch", "batch_idx", "dataloader_idx"][:count], 0
     else:
         own = list(inspect.signature(getattr(Module, name)).parameters.values())[1:]
         given, fewest = [p.name for p in own], sum(p.default is p.empty for p in own)
     parameters = _parameters(module, method)
     for argument, instead in _NOT_GIVEN.items():
         if is_step and any(p.name == argument and p.default is p.empty for p in parameters):
-            raise UsageError(
-                f"{cls.__name__}.{name} takes {argument!r}, which it is not given. Fix: {instead.format(name=name)}"
-            )
+            what = f"{cls.__name__}.{name} takes {argument!r}, which it is not given"
+            raise UsageError(f"{what}. Fix: {instead.format(name=name)}")
     if not any(_binds(parameters, count) for count in range(fewest, len(given) + 1)):
+        takes, gets = ", ".join(map(str, parameters)), ", ".join(given)
         raise UsageError(
-            f"{cls.__name__}.{name} takes ({', '.join(map(str, parameters))}) and is called with ({', '.join(given)}). "
-            f"Fix: def {name}(self{''.join(f', {argument}' for argument in given)})"
+            f"{cls.__name__}.{name} takes ({takes}) and is called with ({gets}). "
+            f"Fix: def {name}({', '.join(['self', *given])})"
         )
 
 
 def check_loader_count(module: Module, stage: str, count: int) -> None:
-    """Refuse methods that need, or cannot take, the number of the loader.
+    """Refuse methods whose argument ``dataloader_idx`` does not fit the number of loaders.
 
     Raises:
-        TrainingError: one that needs it, and there is one loader; one that cannot take it, and there are several.
+        TrainingError: a method needs it, and there is one loader; or it lacks it, with several.
     """
     prefix = "validation" if stage == "validate" else stage
-    for name, arguments in (
-        (f"{prefix}_step", 2),
-        (f"on_{prefix}_batch_start", 2),
-        (f"on_{prefix}_batch_end", 3),
-    ):
+    counts = {f"{prefix}_step": 2, f"on_{prefix}_batch_start": 2, f"on_{prefix}_batch_end": 3}
+    for name, arguments in counts.items():
         method = getattr(module, name, None)
         if method is None:
             continue
         parameters, given = _parameters(module, method), arguments + (count > 1)
-        if not any(
-            _binds(parameters, n) for n in range(0 if name.endswith("_step") else given, given + 1)
-        ):
-            fix = "dataloader_idx=0 as its last argument"
-            what = (
-                "dataloader_idx, and there is one loader"
-                if count == 1
-                else f"no dataloader_idx, and there are {count} loaders"
-            )
+        fewest = 0 if name.endswith("_step") else given
+        if not any(_binds(parameters, n) for n in range(fewest, given + 1)):
+            what = f"no dataloader_idx, and there are {count} loaders"
+            what = "dataloader_idx, and there is one loader" if count == 1 else what
             raise TrainingError(
-                f"{type(module).__name__}.{name} takes {what} to {stage}. Fix: {fix}"
+                f"{type(module).__name__}.{name} takes {what} to {stage}. "
+                "Fix: dataloader_idx=0 as its last argument"
             )
 
 
 def _parameters(
     module: Module | type[Module], method: Callable[..., Any]
 ) -> list[inspect.Parameter]:
-    """A method's parameters without ``self``, which that of a class still has."""
+    """Return a method's parameters without ``self``, which a class's function has."""
     parameters = list(inspect.signature(method).parameters.values())
     return parameters[1:] if isinstance(module, type) and inspect.isfunction(method) else parameters
 
@@ -308,21 +265,19 @@ def _binds(parameters: list[inspect.Parameter], count: int) -> bool:
 
 
 def refuse_unrun(cls: type, names: Iterable[str]) -> None:
-    """Refuse methods whose call runs nothing: Python only makes a generator or a coroutine of it.
+    """Refuse methods whose call runs nothing: it returns a generator or a coroutine.
 
     Raises:
         UsageError: one of ``names`` yields or is ``async def``.
     """
     for name in names:
-        function = getattr(cls, name, None)
+        function, whose = getattr(cls, name, None), f"{cls.__name__}.{name}"
         if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-            raise UsageError(
-                f"{cls.__name__}.{name} is 'async def', and nothing would await it. Fix: write 'def'"
-            )
+            what = "is 'async def', and nothing would await it. Fix: write 'def'"
+            raise UsageError(f"{whose} {what}")
         if inspect.isgeneratorfunction(function):
-            raise UsageError(
-                f"{cls.__name__}.{name} yields, so calling it would run nothing. Fix: take out the 'yield'"
-            )
+            what = "yields, so calling it would run nothing. Fix: take out the 'yield'"
+            raise UsageError(f"{whose} {what}")
 
 
 def check_data(data: Any) -> None:
@@ -332,15 +287,13 @@ def check_data(data: Any) -> None:
         UsageError: no DataModule, or a method that geartrain would never call.
     """
     if not isinstance(data, DataModule):
-        raise UsageError(
-            f"datamodule={data!r} is not a geartrain.DataModule. Fix: subclass geartrain.DataModule"
-        )
+        what = f"datamodule={data!r} is not a geartrain.DataModule"
+        raise UsageError(f"{what}. Fix: subclass geartrain.DataModule")
     refuse_misspelt(data, type(data).__name__, DATA, base=DataModule)
     for name in ("prepare_data", "setup", "teardown"):
         if not callable(getattr(data, name)):
-            raise UsageError(
-                f"{type(data).__name__}.{name} is {getattr(data, name)!r} and no method. Fix: define it, or leave it out"
-            )
+            what = f"{type(data).__name__}.{name} is {getattr(data, name)!r} and no method"
+            raise UsageError(f"{what}. Fix: define it, or leave it out")
     refuse_unrun(type(data), ("prepare_data", "setup", "teardown"))
     _refuse_not_called(type(data), "DataModule", NOT_CALLED_OF_DATA)
 
@@ -349,7 +302,5 @@ def _refuse_not_called(cls: type, base: str, methods: Iterable[str]) -> None:
     for method in sorted(methods):
         if hasattr(cls, method):
             instead = hint(f"method of {base}", method)
-            raise UsageError(
-                f"{cls.__name__}.{method} would never be called. "
-                + (f"Use instead: {instead}" if instead else "Fix: take it out")
-            )
+            fix = f"Use instead: {instead}" if instead else "Fix: take it out"
+            raise UsageError(f"{cls.__name__}.{method} would never be called. {fix}")

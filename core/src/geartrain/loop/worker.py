@@ -1,4 +1,4 @@
-"""The work of each process: set up, run the stage, tear down. The order here is the contract of hookspecs.py."""
+"""The work of each process: set up, run, tear down. hookspecs.py documents the order."""
 
 from __future__ import annotations
 
@@ -34,29 +34,22 @@ from geartrain.metrics.store import MetricStore
 from geartrain.module.module import DataModule, Module
 
 #: command -> the stages whose loaders it needs.
-_STAGES = {
-    "fit": ("train", "validate"),
-    "validate": ("validate",),
-    "test": ("test",),
-    "predict": ("predict",),
-}
+_STAGES = {"fit": ("train", "validate")} | {s: (s,) for s in ("validate", "test", "predict")}
 
 
 def work(run: Run, source: DataSource, start: Start, local_rank: int) -> Any:
-    """Set up this process, run the command and tear down, whatever happens.
+    """Set up this process, run the command and tear down, also after an error.
 
     Args:
-        source: where loaders come from.
+        source: the source of loaders.
         start: the checkpoint to start from.
         local_rank: this process on its node, from 0.
 
     Returns:
-        For ``validate`` and ``test`` the metrics, for ``predict`` the outputs, for ``fit`` ``None``.
+        For ``validate`` and ``test`` the metrics, for ``predict`` the outputs, otherwise ``None``.
     """
     options = run.plan.options
-    owners: list[Module | DataModule] = (
-        [run.module] if source.datamodule is None else [run.module, source.datamodule]
-    )
+    owners = [owner for owner in (run.module, source.datamodule) if owner is not None]
     with determinism(options.deterministic), always_tear_down(run, owners) as undo:
         undo.append(run.hooks.teardown_device)
         run.device = run.hooks.setup_device(run=run, local_rank=local_rank)
@@ -65,17 +58,13 @@ def work(run: Run, source: DataSource, start: Start, local_rank: int) -> Any:
         if options.seed is not None:
             seed_everything(options.seed)
         _attach(run, source)
-        # Of a checkpoint the name: nodes may keep their copies in different folders.
-        run.ranks.check(
-            run,
-            None if start.path is None or run.memory_checkpoint is not None else start.path.name,
-        )
+        file = start.path if run.memory_checkpoint is None else None
+        # Only the name: nodes may keep their copies in different folders.
+        run.ranks.check(run, None if file is None else file.name)
         _set_up_loaders(run, source)
         _set_up_model(run, start)
-        if options.seed is not None and run.world.rank:
-            seed_everything(
-                options.seed + run.world.rank
-            )  # the same weights on every rank, but not the same dropout
+        if options.seed is not None and run.world.rank:  # the same weights, but other dropout
+            seed_everything(options.seed + run.world.rank)
         run.hooks.freeze()
         run.hooks.on_run_start(run=run)
         result = None
@@ -84,47 +73,42 @@ def work(run: Run, source: DataSource, start: Start, local_rank: int) -> Any:
         else:
             result = evaluate(run, run.command)
         run.hooks.on_run_end(run=run)
-        if run.world.size > 1:
-            run.hooks.barrier(
-                run=run
-            )  # a rank that failed after the last collective fails the others here: no call of theirs returns
+        if run.world.size > 1:  # if a rank failed after the last collective, all fail here
+            run.hooks.barrier(run=run)
     return result
 
 
 def init_process_group(run: Run) -> None:
-    """Make this process one of the world.
+    """Let this process join the others: set ``run.world`` and ``run.ranks``.
 
     Raises:
-        TrainingError: the world is not the one that was planned.
+        TrainingError: the world has not the planned size.
     """
     world = run.hooks.setup_process_group(run=run)
     owner = run.hooks.owner("setup_process_group")
     whose = owner.label if owner else "geartrain"
     if not isinstance(world, World):
         raise TrainingError(
-            f"{whose}: setup_process_group returned {world!r}. Fix: return geartrain.World(rank, size, local_rank, local_size, node_rank)"
+            f"{whose}: setup_process_group returned {world!r}. "
+            "Fix: return geartrain.World(rank, size, local_rank, local_size, node_rank)"
         )
     run.world = world
     planned = run.plan.processes
     if planned is not None and run.world.size != planned:
         raise TrainingError(
             f"the plan has {planned} processes, but setup_process_group of {whose} made a world of "
-            f"{run.world.size}: each would train alone. Fix: let the strategy join all of them, or devices=1"
+            f"{run.world.size}: each would train alone. Fix: let the strategy join all of them, or "
+            "devices=1"
         )
     if run.world.size > 1:
         run.ranks = run.hooks.make_ranks(run=run)
 
 
 def _attach(run: Run, source: DataSource) -> None:
-    run.logs, run.module_hooks, run.unwrapped = (
-        MetricStore(run),
-        ModuleHooks(run.module),
-        StepForwarder(run.module),
-    )
+    run.logs = MetricStore(run)
+    run.module_hooks, run.unwrapped = ModuleHooks(run.module), StepForwarder(run.module)
     run.module._run, run.module._trainer = run, run.trainer
-    owners: list[Module | DataModule] = (
-        [run.module] if source.datamodule is None else [source.datamodule, run.module]
-    )
+    owners = [owner for owner in (source.datamodule, run.module) if owner is not None]
     for owner in owners:
         if run.world.local_rank == 0:
             owner.prepare_data()
@@ -140,42 +124,32 @@ def _set_up_loaders(run: Run, source: DataSource) -> None:
     for stage in _STAGES[run.command]:
         limit = run.plan.options.limit(stage)
         loaders = [] if limit == 0 else source.loaders(stage, run.module)
-        if (
-            stage == "validate"
-            and run.command == "fit"
-            and loaders
-            and not callable(getattr(run.module, "validation_step", None))
-        ):
-            warnings.warn(
-                f"{type(run.module).__name__} has no validation_step: its {describe(loaders[0])} is not used",
-                stacklevel=2,
-            )
+        is_optional = stage == "validate" and run.command == "fit"
+        validates = callable(getattr(run.module, "validation_step", None))
+        if is_optional and loaders and not validates:
+            what = f"{type(run.module).__name__} has no validation_step"
+            warnings.warn(f"{what}: its {describe(loaders[0])} is not used", stacklevel=2)
             loaders = []
-        if limit == 0 and stage == _STAGES[run.command][0]:
-            raise UsageError(
-                f"limit_{'val' if stage == 'validate' else stage}_batches=0 leaves nothing to {stage}."
-            )
-        if not loaders and not (stage == "validate" and run.command == "fit"):
-            raise TrainingError(
-                f"there is no loader to {stage}. Fix: give one, or define {source.method(stage)} on the module or a DataModule"
-            )
+        if limit == 0 and not is_optional:
+            name = "val" if stage == "validate" else stage
+            raise UsageError(f"limit_{name}_batches=0 leaves nothing to {stage}.")
+        if not loaders and not is_optional:
+            fix = f"give one, or define {source.method(stage)} on the module or a DataModule"
+            raise TrainingError(f"there is no loader to {stage}. Fix: {fix}")
         if loaders and stage != "train":
             check_loader_count(run.module, stage, len(loaders))
-        loaders = [
-            run.hooks.shard_dataloader(run=run, loader=loader, stage=stage) for loader in loaders
-        ]
+        shard = partial(run.hooks.shard_dataloader, run=run, stage=stage)
+        loaders = [shard(loader=loader) for loader in loaders]
         share_temporary_folder(loaders)
         counts = [_count(loader, limit, stage) for loader in loaders]
         run.stages[stage] = run.ranks.count_batches(run, stage, Stage(loaders, counts, counts))
     size = loader_batch_size(run.stages["train"].loaders[0]) if run.command == "fit" else None
-    if (
-        size is not None
-    ):  # the plan had the size that the user's loader or data module gave before the start
+    if size is not None:  # of the loader on this rank, which may be another than the user's
         run.plan = run.trainer.plan = replace(run.plan, loader_batch_size=size)
 
 
 def _count(loader: Iterable[Any], limit: int | float | None, stage: str) -> int | None:
-    """Return how many batches this rank uses. To predict, the limit is that of all ranks together: the result is that of one process."""
+    """Return the batches of this rank; to predict, the limit is for all ranks together."""
     dealer = batches_in_turn(loader) if stage == "predict" else None
     if dealer is None:
         return 0 if has_no_own_samples(loader) else count_batches(loader, limit, stage)
@@ -186,23 +160,19 @@ def _count(loader: Iterable[Any], limit: int | float | None, stage: str) -> int 
 def _set_up_model(run: Run, start: Start) -> None:
     asleep = sum(not part.training for part in run.module.modules())
     if run.command == "fit" and asleep:
-        warnings.warn(
-            f"{asleep} submodules are in eval mode and stay so in training. Fix if unmeant: model.train() before fit",
-            stacklevel=2,
-        )
+        what = f"{asleep} submodules are in eval mode and stay so in training"
+        warnings.warn(f"{what}. Fix if unmeant: model.train() before fit", stacklevel=2)
     run.model = run.hooks.wrap_model(run=run, model=run.unwrapped)
     run.step_functions = run.unwrapped.calls(run.model)
     if run.command == "fit":
         optimizers, run.schedulers = read_optimizers(run.module.configure_optimizers())
         automatic = run.module.automatic_optimization
         if automatic != (run.mode == "automatic"):
-            raise UsageError(
-                f"{type(run.module).__name__}.automatic_optimization became {automatic} after fit had begun. Fix: set it in __init__"
-            )
+            what = f"{type(run.module).__name__}.automatic_optimization became {automatic}"
+            raise UsageError(f"{what} after fit had begun. Fix: set it in __init__")
         run.needs_closure = needs_closure(optimizers, automatic)
-        run.optimizers = [
-            run.hooks.wrap_optimizer(run=run, optimizer=optimizer) for optimizer in optimizers
-        ]
+        wrap = partial(run.hooks.wrap_optimizer, run=run)
+        run.optimizers = [wrap(optimizer=optimizer) for optimizer in optimizers]
         if not optimizers:
             warnings.warn("configure_optimizers returned None: nothing is stepped", stacklevel=2)
     load(run, start)
@@ -212,7 +182,9 @@ def _set_up_model(run: Run, start: Start) -> None:
 def always_tear_down(
     run: Run, owners: Sequence[Module | DataModule]
 ) -> Iterator[list[Callable[..., Any]]]:
-    """Call plugins after an error, and undo the set-up in reverse order, also after one. Yield the list of undo functions.
+    """Yield a list of undo functions, and call it in reverse order at the end, also after an error.
+
+    An error is first reported to plugins.
 
     Args:
         owners: their ``teardown`` is called if the module was set up.
@@ -237,11 +209,8 @@ def always_tear_down(
             _guard(failures, partial(owner.teardown, run.command))
     for loader in chain.from_iterable(stage.loaders for stage in run.stages.values()):
         _guard(failures, partial(end_workers, loader))
-    if run.world.size > 1:
-        run.model, run.step_functions = (
-            None,
-            {},
-        )  # what wraps the model may own the process group, and goes before it
+    if run.world.size > 1:  # the wrapper may own the process group, and must be freed before it
+        run.model, run.step_functions = None, {}
     run.report_teardown()
     for teardown in reversed(undo):
         _guard(failures, partial(teardown, run=run))
@@ -251,7 +220,7 @@ def always_tear_down(
 
 
 def _guard(failures: list[BaseException], action: Callable[[], Any]) -> None:
-    """Run a clean-up, whatever the others did; the first error stays the one that is raised, later ones are noted on it."""
+    """Call a clean-up. Collect its error, and add it as a note to the first one."""
     try:
         action()
     except Exception as error:

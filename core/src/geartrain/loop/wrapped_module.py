@@ -1,4 +1,4 @@
-"""Any ``torch.nn.Module``, trained without subclassing: ``Trainer.fit(model, loader, loss=..., optimizer=...)``."""
+"""Train any ``nn.Module`` without a subclass: ``trainer.fit(model, loader, loss=, optimizer=)``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from geartrain.errors import TrainingError, UsageError
+from geartrain.loop.optimizers import parameters_of
 from geartrain.module.module import Module
 
 
@@ -17,10 +18,13 @@ class WrappedModule(Module):
     """A plain model with a loss and an optimizer; its checkpoints have the model's names.
 
     Args:
-        model: called with a batch: ``(*inputs, target)`` as ``model(*inputs)``, a mapping as ``model(**batch)``, anything else as it is.
-        loss: ``loss(output, target)``; if a batch has no target, it is the batch itself. ``None``: the model's
-            output has the loss as ``output.loss`` or ``output["loss"]``, as those of transformers have.
-        optimizer: makes one from the parameters (a class with its defaults, or a ``functools.partial``), or is one.
+        model: called with a batch: ``(*inputs, target)`` as ``model(*inputs)``, a mapping as
+            ``model(**batch)``, anything else as ``model(batch)``.
+        loss: ``loss(output, target)``; the target of a batch without one is the batch itself.
+            ``None`` if the model's output has ``output.loss`` or ``output["loss"]``, as in
+            transformers.
+        optimizer: an optimizer, or a class or ``functools.partial`` that makes one from the
+            parameters.
     """
 
     def __init__(
@@ -48,14 +52,12 @@ class WrappedModule(Module):
         return self(batch)
 
     def configure_optimizers(self) -> Optimizer:
-        return (
-            self._optimizer
-            if isinstance(self._optimizer, Optimizer)
-            else self._optimizer(self.model.parameters())
-        )
+        given = self._optimizer
+        return given if isinstance(given, Optimizer) else given(self.model.parameters())
 
-    def state_dict(self, *arguments: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]  # nn.Module's has overloads
-        return self.model.state_dict(*arguments, **options)
+    # The ignored error: nn.Module's method has overloads.
+    def state_dict(self, *arguments: Any, **named: Any) -> dict[str, Any]:  # type: ignore[override]
+        return self.model.state_dict(*arguments, **named)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -68,14 +70,13 @@ class WrappedModule(Module):
             return self._loss(output, _parts(batch)[1])
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if not isinstance(loss, torch.Tensor):
-            raise TrainingError(
-                f"{type(self.model).__name__} gave {type(output).__name__} without a loss in it. Fix: loss=FUNCTION"
-            )
+            what = f"{type(self.model).__name__} gave {type(output).__name__} without a loss in it"
+            raise TrainingError(f"{what}. Fix: loss=FUNCTION")
         return loss
 
 
 def _parts(batch: Any) -> tuple[Iterable[Any] | Mapping[str, Any], Any]:
-    """Return the model's input, and the target that the loss compares the output with."""
+    """Return the model's inputs, and the target for the loss."""
     if isinstance(batch, Mapping):
         return batch, batch
     if isinstance(batch, tuple | list) and len(batch) > 1:
@@ -85,10 +86,10 @@ def _parts(batch: Any) -> tuple[Iterable[Any] | Mapping[str, Any], Any]:
 
 
 def as_module(command: str, model: Any, loss: Any, optimizer: Any) -> Any:
-    """Return a geartrain Module as it is; a plain ``nn.Module`` with its loss and optimizer as :class:`WrappedModule`.
+    """Return a geartrain Module as it is, and a plain ``nn.Module`` as a :class:`WrappedModule`.
 
     Raises:
-        UsageError: something is missing, given without need, or of the wrong kind.
+        UsageError: an argument is missing, not needed, or of the wrong kind.
     """
     if isinstance(model, type):
         raise UsageError(f"{model.__name__} is a class. Fix: {command}({model.__name__}(...), ...)")
@@ -96,30 +97,24 @@ def as_module(command: str, model: Any, loss: Any, optimizer: Any) -> Any:
         model = model.model  # of the trainer's last run
     if isinstance(model, Module) or not isinstance(model, nn.Module):
         if loss is not None or optimizer is not None:
-            raise UsageError(
-                f"loss= and optimizer= belong to a plain nn.Module; {type(model).__name__} has its own"
-            )
+            what = f"{type(model).__name__} has its own"
+            raise UsageError(f"loss= and optimizer= belong to a plain nn.Module; {what}")
         return model
     name = type(model).__name__
     if loss is not None and not callable(loss):
-        raise UsageError(
-            f"loss={loss!r} is no function. Fix: loss(output, target), such as torch.nn.functional.cross_entropy"
-        )
+        fix = "loss(output, target), such as torch.nn.functional.cross_entropy"
+        raise UsageError(f"loss={loss!r} is no function. Fix: {fix}")
     if isinstance(loss, type):
         raise UsageError(f"loss={loss.__name__} is a class. Fix: loss={loss.__name__}()")
     if command == "fit" and not (callable(optimizer) or isinstance(optimizer, Optimizer)):
         raise UsageError(
-            f"{name} is a plain nn.Module, and optimizer={optimizer!r} is neither an optimizer nor makes one. "
-            "Fix: optimizer=torch.optim.AdamW, a functools.partial of it, or subclass geartrain.Module"
+            f"{name} is a plain nn.Module, and optimizer={optimizer!r} is neither an optimizer nor "
+            "makes one. Fix: optimizer=torch.optim.AdamW, a functools.partial of it, or subclass "
+            "geartrain.Module"
         )
     if isinstance(optimizer, Optimizer):
         own = {id(parameter) for parameter in model.parameters()}
-        if any(
-            id(parameter) not in own
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ):
-            raise UsageError(
-                f"the optimizer steps parameters that {name} does not have. Fix: make it from model.parameters()"
-            )
+        if any(id(parameter) not in own for parameter in parameters_of([optimizer])):
+            what = f"the optimizer steps parameters that {name} does not have"
+            raise UsageError(f"{what}. Fix: make it from model.parameters()")
     return WrappedModule(model, loss, optimizer)

@@ -1,1 +1,1 @@
-"""What self.log collects: the store, the reduction over an epoch, the objects of other libraries."""
+"""Metrics of ``self.log``: the store, reductions over an epoch, objects of other libraries."""

@@ -12,7 +12,7 @@ from geartrain.metrics import reductions
 
 @dataclass(frozen=True, slots=True)
 class MetricOptions:
-    """How a metric was asked to be logged; the same on every call and every rank."""
+    """The options of ``self.log`` for one metric; the same on every call and every rank."""
 
     prog_bar: bool
     logger: bool
@@ -37,7 +37,11 @@ class LocalMetric:
     samples: list[float]
 
     def value(self, name: str) -> float:
-        """The metric's value on this rank alone."""
+        """Return the metric's value on this rank alone.
+
+        Raises:
+            TrainingError: the user's function returns something else than one number.
+        """
         if self.function is not None:
             return reductions.apply(name, self.function, self.samples)
         return reductions.value(self.spec.reduce_fx, [self.total], [self.weight])

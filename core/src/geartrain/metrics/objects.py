@@ -1,7 +1,8 @@
-"""Objects of other libraries in ``self.log``, such as torchmetrics': they keep what they have seen, and compute the epoch's value.
+"""Metric objects of other libraries in ``self.log``, such as torchmetrics'.
 
-What knows a library's objects is an entry point of the group ``geartrain.metrics``, called as the library: a module, or an object, with the
-functions of :class:`MetricLibrary`. It is imported only if the script has imported the library.
+An entry point of the group ``geartrain.metrics``, named as the library, is a module or an object
+with the functions of :class:`MetricLibrary`. It is imported only if the script has imported the
+library.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ if TYPE_CHECKING:
 
 
 class MetricLibrary(Protocol):
-    """What ``self.log`` must know of a library's objects. They have a method ``reset``."""
+    """The functions by which ``self.log`` handles a library's objects, which have ``reset()``."""
 
     def owns(self, thing: Any) -> bool:
         """Return True if it is one of the library's objects, or a mapping of them."""
 
     def items(self, dictionary: Any) -> Iterable[tuple[str, Any]]:
-        """Return what ``log_dict`` logs of a mapping of the library's."""
+        """Return the names and objects that ``log_dict`` logs for a mapping of the library's."""
 
     def newest(self, name: str, thing: Any, options: MetricOptions) -> Any:
         """Return the value of the newest batch if it is logged ``on_step``, otherwise ``None``.
@@ -42,7 +43,7 @@ class MetricLibrary(Protocol):
     def end_epoch(
         self, run: Run, logged: Mapping[str, tuple[Any, bool]]
     ) -> tuple[dict[str, float], list[Any]]:
-        """Compute the objects that were logged, over all ranks, each of which calls this.
+        """Compute the objects that were logged, over all ranks. Every rank calls this.
 
         Args:
             logged: by name, each object and whether its value at the end of the epoch is wanted.
@@ -55,14 +56,14 @@ class MetricLibrary(Protocol):
         """Return the objects' states since their last reset, as tensors and plain values."""
 
     def set_states(self, module: nn.Module, states: Mapping[str, Any]) -> None:
-        """Give the objects what :meth:`states` returned."""
+        """Restore the states that :meth:`states` returned."""
 
     def temporary_copies(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Put copies in the place of a module's objects, so that a batch whose outputs are thrown away does not count in them."""
+        """Replace a module's objects by copies, for a batch that must not count in them."""
 
 
 def libraries() -> dict[str, MetricLibrary]:
-    """Return the libraries that the script has imported and an installed distribution knows, by name."""
+    """Return the imported libraries that an installed distribution knows, by name."""
     return {name: _load(name) for name in _declared() if name in sys.modules}
 
 
@@ -75,22 +76,27 @@ def refuse_unknown(name: str, value: nn.Module) -> None:
     """Refuse an object of torchmetrics if no installed distribution knows it.
 
     Raises:
-        TrainingError: it is one; ends in the ``pip install`` line.
+        TrainingError: it is one; the message ends in the ``pip install`` line.
     """
     if any(base.__module__.partition(".")[0] == "torchmetrics" for base in type(value).__mro__):
         raise TrainingError(
-            f"self.log({name!r}): {type(value).__name__} is an object of torchmetrics. Fix: pip install geartrain-torchmetrics"
+            f"self.log({name!r}): {type(value).__name__} is an object of torchmetrics. "
+            "Fix: pip install geartrain-torchmetrics"
         )
 
 
 def warn_of_unknown(module: nn.Module) -> None:
-    """Warn about a module's objects of torchmetrics if no installed distribution knows them: they are in no checkpoint."""
+    """Warn if no installed distribution knows a module's objects of torchmetrics.
+
+    Checkpoints leave such objects out.
+    """
     if "torchmetrics" in sys.modules and "torchmetrics" not in _declared():
         for name, part in module.named_modules():
             if type(part).__module__.partition(".")[0] == "torchmetrics":
                 warnings.warn(
-                    f"{type(module).__name__}.{name} is an object of torchmetrics: a run that resumes within an epoch starts it from "
-                    "scratch. Fix: pip install geartrain-torchmetrics",
+                    f"{type(module).__name__}.{name} is an object of torchmetrics: a run that "
+                    "resumes within an epoch starts it from scratch. "
+                    "Fix: pip install geartrain-torchmetrics",
                     stacklevel=2,
                 )
                 return

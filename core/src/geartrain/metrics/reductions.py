@@ -10,24 +10,17 @@ import torch
 from geartrain.errors import TrainingError, nearest
 
 NAMED = ("mean", "sum", "min", "max")
-#: The start of an accumulator: nothing added, nothing seen.
+#: The start of an accumulator.
 START = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
-_FUNCTIONS: dict[Any, str] = {
-    torch.mean: "mean",
-    torch.sum: "sum",
-    torch.min: "min",
-    torch.max: "max",
-    sum: "sum",
-    min: "min",
-    max: "max",
-}
+_FUNCTIONS: dict[Any, str] = {getattr(torch, name): name for name in NAMED}
+_FUNCTIONS |= {sum: "sum", min: "min", max: "max"}
 
 
 def key(reduce_fx: Any) -> str:
-    """Return the name of a reduction, in any case, with ``"avg"`` for ``"mean"`` as in Lightning.
+    """Return the name of a reduction, in lower case; ``"avg"`` is ``"mean"`` as in Lightning.
 
-    A user's function is named after the place of its definition, which is the same on every rank and for every lambda made in the same
-    place.
+    The name of a user's function is the place of its definition: it is the same on every rank, and
+    for every lambda of one line.
     """
     if not callable(reduce_fx):
         name = str(reduce_fx).lower()
@@ -43,26 +36,23 @@ def key(reduce_fx: Any) -> str:
 
 
 def check(name: str, reduce_fx: Any) -> Callable[[torch.Tensor], Any] | None:
-    """The user's own function, or ``None`` for a named reduction.
+    """Return the user's own function, or ``None`` for a named reduction.
 
     Raises:
-        TrainingError: neither.
+        TrainingError: it is neither.
     """
     if key(reduce_fx) in NAMED:
         return None
     if callable(reduce_fx):
         own: Callable[[torch.Tensor], Any] = reduce_fx
         return own
-    hint = (
-        nearest(reduce_fx, NAMED)
-        if isinstance(reduce_fx, str)
-        else f"Known: {', '.join(NAMED)}, or a function of a tensor."
-    )
+    known = f"Known: {', '.join(NAMED)}, or a function of a tensor."
+    hint = nearest(reduce_fx, NAMED) if isinstance(reduce_fx, str) else known
     raise TrainingError(f"self.log({name!r}, reduce_fx={reduce_fx!r}): unknown reduction. {hint}")
 
 
 def combine(reduce_fx: str, a: float, b: float) -> float:
-    """Two totals of a named reduction as one."""
+    """Combine two totals of a named reduction."""
     if reduce_fx == "min":
         return b if b != b else min(a, b)  # NaN must win: min() would drop it silently
     if reduce_fx == "max":
@@ -71,7 +61,7 @@ def combine(reduce_fx: str, a: float, b: float) -> float:
 
 
 def value(reduce_fx: str, totals: list[float], weights: list[float]) -> float:
-    """One metric's value from every rank's total; ranks of weight 0 have seen nothing."""
+    """Return one metric's value from every rank's total; ranks of weight 0 do not count."""
     seen = [total for total, weight in zip(totals, weights, strict=True) if weight]
     if not seen:
         return float("nan")
@@ -85,12 +75,11 @@ def apply(name: str, function: Callable[[torch.Tensor], Any], values: list[float
     """Call the user's function on all values, a float64 tensor ``[n]`` on the CPU.
 
     Raises:
-        TrainingError: it gives something else than one number.
+        TrainingError: it returns something else than one number.
     """
     result = function(torch.tensor(values, dtype=torch.float64))
     try:
         return float(result)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TrainingError(
-            f"self.log({name!r}): reduce_fx={key(function)} gave {result!r}, not one number"
-        ) from error
+        what = f"reduce_fx={key(function)} gave {result!r}, not one number"
+        raise TrainingError(f"self.log({name!r}): {what}") from error

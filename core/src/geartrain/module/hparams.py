@@ -11,7 +11,8 @@ from itertools import pairwise
 from types import FrameType
 from typing import Any, Self
 
-#: An object's id -> every argument of its ``__init__``, as long as it lives; not in the object, where all of them would have to pickle.
+#: An object's id -> every argument of its ``__init__``, while the object lives. The object does not
+#: hold them: then all of them would have to pickle.
 _MADE_WITH: dict[int, dict[str, Any]] = {}
 
 
@@ -31,8 +32,9 @@ class HyperParameters(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         raise KeyError(
-            f"hparams has no {name!r}; it has {', '.join(self) or 'nothing'}. Without self.save_hyperparameters() in __init__ it keeps "
-            "numbers, strings and lists and dicts of them only"
+            f"hparams has no {name!r}; it has {', '.join(self) or 'nothing'}. Without "
+            "self.save_hyperparameters() in __init__ it keeps numbers, strings and lists and dicts "
+            "of them only"
         )
 
 
@@ -44,9 +46,8 @@ class MadeWith:
         arguments = _arguments(cls, made, args, kwargs)
         _MADE_WITH[id(made)] = arguments
         weakref.finalize(made, _MADE_WITH.pop, id(made), None).atexit = False
-        vars(made)["_hparams"] = HyperParameters(
-            {name: value for name, value in arguments.items() if _is_plain(value)}
-        )
+        plain = {name: value for name, value in arguments.items() if _is_plain(value)}
+        vars(made)["_hparams"] = HyperParameters(plain)
         return made
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -60,55 +61,56 @@ class MadeWith:
 
     @property
     def hparams(self) -> HyperParameters:
-        """The arguments, defaults included: numbers, strings, and lists and dicts of them; after :meth:`save_hyperparameters`
-        whatever that kept."""
+        """The arguments, with defaults: numbers, strings, and lists and dicts of them.
+
+        After :meth:`save_hyperparameters` it holds the arguments that were saved.
+        """
         found: HyperParameters = vars(self).get("_hparams", HyperParameters())
         return found
 
     def save_hyperparameters(
         self, *names: str | Mapping[str, Any] | Namespace, ignore: str | Iterable[str] = ()
     ) -> None:
-        """Keep arguments of any kind in :attr:`hparams`, objects too; called in ``__init__``, as in Lightning. A second call, as in a
-        subclass, adds to the first one's.
+        """Keep arguments of any kind in :attr:`hparams`, also objects. Call it in ``__init__``.
+
+        A second call, as in a subclass, adds to the first one's. Lightning has the same method.
 
         Args:
-            names: the arguments to keep, or one dict or ``argparse.Namespace`` to keep in their place; default: all arguments.
+            names: the arguments to keep; default: all. One dict or ``argparse.Namespace`` is kept
+                instead of the arguments.
             ignore: names to leave out.
 
         Raises:
-            ValueError: there is no such argument; or something else than names, a dict or a namespace is given.
+            ValueError: ``__init__`` has no such argument, or a name is no string.
         """
         arguments = _MADE_WITH.get(id(self), dict(self.hparams))
         called = type(self).__name__
         if len(names) == 1 and isinstance(names[0], Mapping | Namespace):
-            arguments, names = (
-                dict(vars(names[0]) if isinstance(names[0], Namespace) else names[0]),
-                (),
-            )
+            arguments = dict(vars(names[0]) if isinstance(names[0], Namespace) else names[0])
+            names = ()
         left_out = [ignore] if isinstance(ignore, str) else list(ignore)
         for name in (*names, *left_out):
             if not isinstance(name, str):
                 what = f"{called}.save_hyperparameters was given {type(name).__name__}"
-                raise ValueError(
-                    f"{what}. Fix: names of arguments, or one dict or argparse.Namespace alone"
-                )
+                fix = "names of arguments, or one dict or argparse.Namespace alone"
+                raise ValueError(f"{what}. Fix: {fix}")
             if name not in arguments:
-                what = f"{called} was not made with an argument {name!r}, but with {', '.join(arguments) or 'none'}"
-                raise ValueError(
-                    f"{what}. Fix: one of these; arguments of **kwargs have other names"
-                )
-        kept = {
-            name: value
-            for name, value in arguments.items()
-            if (not names or name in names) and name not in left_out
-        }
+                known = ", ".join(arguments) or "none"
+                what = f"{called} was not made with an argument {name!r}, but with {known}"
+                fix = "one of these; arguments of **kwargs have other names"
+                raise ValueError(f"{what}. Fix: {fix}")
+        kept_names = (set(names) or arguments.keys()) - {*left_out}
+        kept = {name: value for name, value in arguments.items() if name in kept_names}
         # The first call replaces the arguments that were kept without one.
         before = self.hparams if vars(self).get("_hparams_saved") else {}
         vars(self).update(_hparams=HyperParameters({**before, **kept}), _hparams_saved=True)
 
 
 def _inherited(made: Any, frame: FrameType | None) -> dict[str, Any]:
-    """The arguments of the ``__init__`` of each parent that its heir's ``**kwargs`` lead to, read from the calls that are running."""
+    """Return the arguments that heirs pass to their parents' ``__init__`` through ``**kwargs``.
+
+    They are read from the calls that are running.
+    """
     calls: list[FrameType] = []  # the most general class first
     while frame is not None and (frame := frame.f_back) is not None and _constructs(frame, made):
         calls.append(frame)
@@ -117,32 +119,27 @@ def _inherited(made: Any, frame: FrameType | None) -> dict[str, Any]:
         if not heir.f_code.co_flags & inspect.CO_VARKEYWORDS:
             break
         names, _, keywords, values = inspect.getargvalues(parent)
-        found = {
-            **values.get(keywords or "", {}),
-            **{name: values[name] for name in names[1:]},
-            **found,
-        }
+        own = {name: values[name] for name in names[1:]}
+        found = {**values.get(keywords or "", {}), **own, **found}
     return found
 
 
 def _constructs(frame: FrameType, made: Any) -> bool:
     """True if a frame is a call of an ``__init__`` of this object."""
-    names = frame.f_code.co_varnames
-    return (
-        frame.f_code.co_name == "__init__"
-        and frame.f_code.co_argcount > 0
-        and frame.f_locals.get(names[0]) is made
-    )
+    code = frame.f_code
+    if code.co_name != "__init__" or code.co_argcount == 0:
+        return False
+    return frame.f_locals.get(code.co_varnames[0]) is made
 
 
 def _arguments(
     cls: type, made: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    signature = inspect.signature(cls.__init__)  # type: ignore[misc]  # of the very class that is being made
+    signature = inspect.signature(cls.__init__)  # type: ignore[misc]  # of the class being made
     try:
         bound = signature.bind(made, *args, **kwargs)
-    except TypeError:
-        return {}  # made by copy or pickle, which bring their own; or wrongly, which __init__ says better
+    except TypeError:  # copy and pickle bring their own; __init__ explains a wrong call
+        return {}
     bound.apply_defaults()
     found: dict[str, Any] = {}
     for name, value in list(bound.arguments.items())[1:]:
@@ -164,9 +161,9 @@ def _is_plain(value: Any) -> bool:
 
 
 def hyperparameters(module: Any, data: Any = None) -> dict[str, Any]:
-    """A module's hyperparameters, and its data's as ``data.NAME``, as JSON can hold them.
+    """Return a module's hyperparameters, and its data's as ``data.NAME``, as JSON can hold them.
 
-    An object stands there by its type's name: its repr may be long, or read a GPU's memory.
+    An object is named by its type: its repr may be long, or read a GPU's memory.
     """
     found = dict(getattr(module, "hparams", {}))
     found |= {f"data.{name}": value for name, value in getattr(data, "hparams", {}).items()}
@@ -183,6 +180,5 @@ def _as_json(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     named = value if isinstance(value, type) or inspect.isroutine(value) else type(value)
-    return ".".join(
-        filter(None, (named.__module__, named.__qualname__))
-    )  # of a builtin the module may be None
+    # Of a builtin the module may be None.
+    return ".".join(filter(None, (named.__module__, named.__qualname__)))

@@ -25,9 +25,9 @@ class NotAttached(RuntimeError, AttributeError):
 
 
 class Module(MadeWith, nn.Module):
-    """A model with everything needed to train it: ``training_step`` and ``configure_optimizers`` at least.
+    """A model with all that its training needs: ``training_step`` and ``configure_optimizers``.
 
-    Steps, of which a subclass defines those it needs:
+    A subclass defines the steps that it needs:
 
     - ``training_step(batch, batch_idx)`` returns the loss (0-d tensor), a dict with it under
       ``"loss"``, or ``None`` to skip the batch.
@@ -43,39 +43,37 @@ class Module(MadeWith, nn.Module):
 
     _run: Run | None = None
     _trainer: Trainer | None = None
-    #: Properties that ``torch.jit`` is not to compile, and attributes that it is not to read.
+    #: Properties that ``torch.jit`` must not compile, and attributes that it must not read.
     __jit_unused_properties__ = (
-        "trainer",
-        "device",
-        "global_step",
-        "current_epoch",
-        "global_rank",
-        "local_rank",
+        *("trainer", "device", "global_step", "current_epoch", "global_rank", "local_rank"),
         "hparams",
     )
     __jit_ignored_attributes__ = ("_run", "_trainer", "_hparams")
-    #: ``False``, on the class or set in ``__init__``: ``training_step`` does backward and steps itself. See docs/manual-optimisation.md.
+    #: Set ``False`` on the class or in ``__init__`` if ``training_step`` does backward and steps
+    #: itself: docs/manual-optimisation.md.
     automatic_optimization = True
 
-    # --- where the module is ---------------------------------------------------------------------------------------------
+    # --- the module's run -------------------------------------------------------------------------
 
     @property
     def trainer(self) -> Trainer:
         """The trainer that runs or last ran this module.
 
         Raises:
-            NotAttached: none did; a ``RuntimeError`` and, for ``hasattr``, an ``AttributeError``.
+            NotAttached: none did. It is a ``RuntimeError`` and, for ``hasattr``,
+                ``AttributeError``.
         """
         if self._trainer is None:
             raise NotAttached(
-                f"{type(self).__name__} is not attached to a Trainer. Fix: use self.trainer only inside fit, validate, test, predict"
+                f"{type(self).__name__} is not attached to a Trainer. "
+                "Fix: use self.trainer only inside fit, validate, test, predict"
             )
         return self._trainer
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """As nn.Module's, which would put its own words in place of those above; submodules are found faster."""
+            """As nn.Module's, but keep the error of ``trainer``, and find submodules faster."""
             modules = self.__dict__.get("_modules")
             if modules is not None and name in modules:
                 return modules[name]
@@ -106,7 +104,7 @@ class Module(MadeWith, nn.Module):
     def local_rank(self) -> int:
         return self._run.world.local_rank if self._run else 0
 
-    # --- methods for a step ----------------------------------------------------------------------------------------------
+    # --- methods for a step -----------------------------------------------------------------------
 
     def log(
         self,
@@ -122,7 +120,7 @@ class Module(MadeWith, nn.Module):
         batch_size: int | None = None,
         add_dataloader_idx: bool = True,
     ) -> None:
-        """Log one number. It stays on its device until the next flush, so logging never makes the GPU wait.
+        """Log one number. It stays on its device until the next flush: the CPU does not wait.
 
         Args:
             name: the metric's name; with both ``on_step`` and ``on_epoch`` it becomes
@@ -146,7 +144,8 @@ class Module(MadeWith, nn.Module):
 
         Raises:
             RuntimeError: outside a run.
-            TrainingError: not a single number, an unknown ``reduce_fx``, or other options than earlier for this name.
+            TrainingError: not a single number, an unknown ``reduce_fx``, or other options than
+                earlier for this name.
         """
         if self._run is None:
             raise RuntimeError(f"self.log({name!r}) works only while a Trainer runs this module")
@@ -165,17 +164,29 @@ class Module(MadeWith, nn.Module):
         )
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
-        """Log several values with the same options as :meth:`log`; a torchmetrics ``MetricCollection`` is a dictionary of its metrics."""
-        for name, value in (
-            dictionary.items() if self._run is None else self._run.logs.items_of(dictionary)
-        ):
+        """Log several values with the options of :meth:`log`.
+
+        Args:
+            dictionary: values by name; also a torchmetrics ``MetricCollection``.
+        """
+        run = self._run
+        items = dictionary.items() if run is None else run.logs.items_of(dictionary)
+        for name, value in items:
             self.log(name, value, **options)
 
     def all_gather(self, data: Any) -> Any:
-        """Gather tensors from every rank; nested lists, tuples and dicts come back with the same nesting.
+        """Gather tensors from every rank. Every rank must call this.
+
+        Args:
+            data: a tensor, or nested lists, tuples and dicts of tensors.
 
         Returns:
-            Each tensor as ``[world_size, *shape]``, or as a list with one a rank where first dimensions differ.
+            The same nesting, with each tensor as ``[world_size, *shape]``, or as a list with one a
+            rank if first dimensions differ.
+
+        Raises:
+            RuntimeError: outside a run.
+            TrainingError: ranks bring different numbers of tensors.
         """
         run = self._run
         if run is None:
@@ -183,21 +194,20 @@ class Module(MadeWith, nn.Module):
         if run.world.size > 1:
             tensors: list[torch.Tensor] = []
             map_tensors(data, tensors.append)
-            counts = run.hooks.log_sync(
-                run=run, values=torch.tensor([len(tensors)], dtype=torch.float64)
-            )[:, 0].tolist()
-            if (
-                len(set(counts)) > 1
-            ):  # gloo ends the process on collectives that do not match, and Python cannot catch it
+            mine = torch.tensor([len(tensors)], dtype=torch.float64)
+            counts = [int(n) for n in run.hooks.log_sync(run=run, values=mine)[:, 0]]
+            # gloo ends the process on collectives that do not match, and Python cannot catch it.
+            if len(set(counts)) > 1:
                 raise TrainingError(
-                    f"self.all_gather: ranks bring different numbers of tensors, {[int(n) for n in counts]}. "
+                    f"self.all_gather: ranks bring different numbers of tensors, {counts}. "
                     "Fix: torch.cat them on each rank first; first dimensions may differ"
                 )
         return map_tensors(data, lambda tensor: run.hooks.all_gather(run=run, tensor=tensor))
 
     def optimizers(self) -> Optimizer | list[Optimizer]:
-        """The optimizer, or the list of several. In manual optimisation their ``step()`` and ``zero_grad()`` go
-        through the hooks.
+        """Return the optimizer, or the list of several.
+
+        In manual optimisation their ``step()`` and ``zero_grad()`` call the hooks.
 
         Raises:
             TrainingError: in a Session, whose optimizers are the loop's.
@@ -207,37 +217,42 @@ class Module(MadeWith, nn.Module):
         return found[0] if len(found) == 1 else found
 
     def lr_schedulers(self) -> Any:
-        """The learning-rate scheduler, the list of several, or ``None``."""
+        """Return the learning-rate scheduler, the list of several, or ``None``."""
         found = [schedule.scheduler for schedule in self._run.schedulers] if self._run else []
         return found[0] if len(found) == 1 else found or None
 
-    # --- manual optimisation: automatic_optimization = False -------------------------------------------------------------
+    # --- manual optimisation: automatic_optimization = False --------------------------------------
 
     def manual_backward(self, loss: torch.Tensor, **options: Any) -> None:
-        """``loss.backward(**options)`` through the hooks: scaled where the precision scales, and with gradients averaged over ranks.
+        """Compute gradients with the hooks: scaled by the precision, averaged over ranks.
 
-        Every rank must call it equally often. A parameter that got a gradient on some ranks only gets the mean on all.
+        Every rank must call it equally often. If a parameter gets a gradient on some ranks only, it
+        gets the mean on all.
 
         Args:
             loss: 0-d, or of any shape with ``gradient=``.
-            options: as ``torch.Tensor.backward`` has them: ``retain_graph``, ``create_graph``, ``gradient``, ``inputs``.
+            options: those of ``torch.Tensor.backward``: ``retain_graph``, ``create_graph``,
+                ``gradient``, ``inputs``.
 
         Raises:
-            TrainingError: optimisation is automatic, the loss has no backward, or the backward of a strategy takes no options.
+            TrainingError: optimisation is automatic, the loss has no backward, or the backward of a
+                strategy takes no options.
         """
         self._manual("manual_backward").manual_backward(loss, options)
 
     def clip_gradients(
         self, optimizer: Optimizer, gradient_clip_val: float, gradient_clip_algorithm: str = "norm"
     ) -> torch.Tensor | None:
-        """Clip the gradients of one optimizer, averaged and unscaled; called after the last ``manual_backward`` before its ``step()``.
+        """Clip the gradients of one optimizer, averaged over ranks and unscaled.
+
+        Call it after the last ``manual_backward`` before the optimizer's ``step()``.
 
         Args:
             gradient_clip_val: the largest norm or value, above 0.
             gradient_clip_algorithm: ``"norm"`` or ``"value"``.
 
         Returns:
-            The total norm before clipping (0-d, on the device), or ``None`` where values were clipped.
+            The total norm before clipping (0-d, on the device), or ``None`` for ``"value"``.
 
         Raises:
             TrainingError: optimisation is automatic, or a wrong argument.
@@ -265,7 +280,7 @@ class Module(MadeWith, nn.Module):
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Optimizer) -> Iterator[None]:
-        """``with self.toggled_optimizer(optimizer):`` toggles it, and untoggles it whatever happens."""
+        """Toggle an optimizer in a ``with`` block, and untoggle it at its end."""
         self.toggle_optimizer(optimizer)
         try:
             yield
@@ -279,26 +294,27 @@ class Module(MadeWith, nn.Module):
         self._refuse_in_own_loop(method)
         if self.automatic_optimization:
             raise TrainingError(
-                f"{name} calls self.{method}, and its automatic_optimization is True: the loop does backward and steps itself. "
-                "Fix: automatic_optimization = False in __init__, or return the loss from training_step"
+                f"{name} calls self.{method}, and its automatic_optimization is True: the loop "
+                "does backward and steps itself. Fix: automatic_optimization = False in __init__, "
+                "or return the loss from training_step"
             )
-        raise TrainingError(
-            f"{name} calls self.{method}, which works only in fit, from on_fit_start on"
-        )
+        what = "which works only in fit, from on_fit_start on"
+        raise TrainingError(f"{name} calls self.{method}, {what}")
 
     def _refuse_in_own_loop(self, method: str) -> None:
         if self._run is not None and self._run.mode == "session":
             raise TrainingError(
-                f"{type(self).__name__} calls self.{method}, and in a Session backward and steps are your loop's. "
-                "Fix: session.backward(loss) and optimizer.step() in the loop, or geartrain.Trainer"
+                f"{type(self).__name__} calls self.{method}, and in a Session backward and steps "
+                "are your loop's. Fix: session.backward(loss) and optimizer.step() in the loop, or "
+                "geartrain.Trainer"
             )
 
     def print(self, *values: Any, **options: Any) -> None:
-        """``print`` on rank 0 only."""
+        """Call ``print`` on rank 0 only."""
         if self.global_rank == 0:
             print(*values, **options)
 
-    # --- methods to override ---------------------------------------------------------------------------------------------
+    # --- methods to override ----------------------------------------------------------------------
 
     def configure_optimizers(self) -> Any:
         """Return an optimizer, a list, two lists (optimizers, schedulers), a dict with
@@ -323,10 +339,10 @@ class Module(MadeWith, nn.Module):
         """Download data: once a node, before anything else."""
 
     def setup(self, stage: str) -> None:
-        """Called in each process before loaders are made; ``stage`` is fit, validate, test or predict."""
+        """In each process before loaders are made; ``stage`` is fit, validate, test or predict."""
 
     def teardown(self, stage: str) -> None:
-        """Called in each process at the end, also after an error."""
+        """In each process at the end, also after an error."""
 
     def on_fit_start(self) -> None:
         """After set-up of ``fit``."""
@@ -439,14 +455,16 @@ class Module(MadeWith, nn.Module):
         """Read the values that ``on_save_checkpoint`` added."""
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy or a pickle of the model must not drag the trainer, its plugins and its data along.
+        # A copy or a pickle of the model must not contain the trainer, its plugins and its data.
         return {key: value for key, value in vars(self).items() if key not in ("_run", "_trainer")}
 
 
 class DataModule(MadeWith):
-    """Data apart from the model. A subclass defines the loaders it has: ``train_dataloader``, ``val_dataloader``,
-    ``test_dataloader``, ``predict_dataloader``, each returning a DataLoader or any iterable of batches, or (but for training) a
-    list or dict of DataLoaders."""
+    """Data apart from the model.
+
+    A subclass defines the loaders that it has. Each method returns a DataLoader or any iterable of
+    batches; all but ``train_dataloader`` may also return a list or dict of DataLoaders.
+    """
 
     trainer: Trainer | None = None
 
@@ -454,25 +472,25 @@ class DataModule(MadeWith):
         """Download data: once a node, before ``setup``."""
 
     def setup(self, stage: str) -> None:
-        """Called in each process before its loaders are made; ``stage`` is fit, validate, test or predict."""
+        """In each process before loaders are made; ``stage`` is fit, validate, test or predict."""
 
     def teardown(self, stage: str) -> None:
-        """Called in each process at the end, also after an error."""
+        """In each process at the end, also after an error."""
 
     def train_dataloader(self) -> Iterable[Any]:
-        """Batches to train on."""
+        """Return the batches to train on."""
         raise NotImplementedError
 
     def val_dataloader(self) -> Any:
-        """Batches to validate on."""
+        """Return the batches to validate on."""
         raise NotImplementedError
 
     def test_dataloader(self) -> Any:
-        """Batches to test on."""
+        """Return the batches to test on."""
         raise NotImplementedError
 
     def predict_dataloader(self) -> Any:
-        """Batches to predict."""
+        """Return the batches to predict."""
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
@@ -481,10 +499,7 @@ class DataModule(MadeWith):
 
 def overridden(thing: Module | DataModule | type[Module | DataModule], name: str) -> bool:
     """True if a subclass, which may be given itself, or the instance overrides ``name``."""
-    base = (
-        Module
-        if issubclass(thing if isinstance(thing, type) else type(thing), Module)
-        else DataModule
-    )
+    cls = thing if isinstance(thing, type) else type(thing)
+    base = Module if issubclass(cls, Module) else DataModule
     found = getattr(thing, name, None)
     return found is not None and getattr(found, "__func__", found) is not getattr(base, name, None)

@@ -15,21 +15,25 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.
 
 
 def map_tensors(data: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """``data`` with ``function`` applied to every tensor in it; lists, tuples, named tuples, mappings and dataclasses keep
-    their form, anything else stays as it is."""
+    """Return ``data`` with ``function`` applied to every tensor in it.
+
+    Lists, tuples, named tuples, mappings and dataclasses keep their form; the rest is not changed.
+    """
     if isinstance(data, torch.Tensor):
         return function(data)
     return map_nested(data, lambda item: map_tensors(item, function))
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """A batch on ``device``; ``non_blocking`` where that is safe, which overlaps copies from pinned memory.
+    """Return a batch on ``device``. Copies from pinned memory overlap with computation.
 
-    Tensors and any object with ``.to(device)`` are moved, in any nesting of lists, tuples, named tuples, mappings, dataclasses.
+    It moves tensors and objects with ``.to(device)``, in any nesting of lists, tuples, named
+    tuples, mappings and dataclasses.
     """
     if isinstance(batch, torch.Tensor):
-        # On mps torch would read the batch after this call, when the loader may have freed it: wrong values, no error
-        # (pytorch/pytorch#189690). On cuda a copy from pageable memory is staged before the call returns.
+        # On mps torch would read the batch after this call, when the loader may have freed it:
+        # wrong values, no error (pytorch/pytorch#189690). On cuda a copy from pageable memory is
+        # staged before the call returns.
         return batch.to(device, non_blocking=device.type != "mps")
     if callable(getattr(batch, "to", None)):
         return batch.to(device)
@@ -37,8 +41,10 @@ def move(batch: Any, device: torch.device) -> Any:
 
 
 def map_nested(data: Any, function: Callable[[Any], Any]) -> Any:
-    """``data`` with ``function`` applied to each item of a list, tuple, named tuple, mapping or dataclass, one level deep, keeping its
-    form; anything else stays as it is."""
+    """Return ``data`` with ``function`` applied to each of its items, one level deep.
+
+    A list, tuple, named tuple, mapping or dataclass keeps its form; the rest is not changed.
+    """
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*map(function, data))
     if isinstance(data, list | tuple):
@@ -52,16 +58,16 @@ def map_nested(data: Any, function: Callable[[Any], Any]) -> Any:
             same[key] = value  # one by one: the outputs of transformers forbid update()
         return same
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        return dataclasses.replace(
-            data,
-            **{f.name: function(getattr(data, f.name)) for f in dataclasses.fields(data) if f.init},
-        )
+        names = (field.name for field in dataclasses.fields(data) if field.init)
+        return dataclasses.replace(data, **{name: function(getattr(data, name)) for name in names})
     return data
 
 
 def not_plain(value: Any) -> str | None:
-    """The class of the first thing in ``value`` that could not be read again with ``weights_only=True``; ``None`` if all can:
-    tensors, numbers, strings, and lists, tuples, sets and dicts of them."""
+    """Return the class of the first item that ``torch.load(weights_only=True)`` could not read.
+
+    ``None`` if it can read all: tensors, numbers, strings; lists, tuples, sets and dicts of them.
+    """
     if isinstance(value, torch.Tensor) or value is None or type(value) in _PLAIN:
         return None
     if type(value) in (dict, OrderedDict):

@@ -1,1 +1,1 @@
-"""From names and options to a plan: installed plugins, hardware, the selection and its parts."""
+"""Make a plan from names and options: installed plugins, hardware, the selection, its parts."""

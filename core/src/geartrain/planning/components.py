@@ -36,7 +36,7 @@ from geartrain.planning.selection import (
 
 @dataclass(frozen=True, slots=True)
 class TrainerArguments:
-    """The arguments of a Trainer or a Session, apart from the loop's options; Trainer's signature repeats it."""
+    """The arguments of a Trainer or a Session, apart from the loop's options."""
 
     accelerator: Any = "auto"
     devices: Any = "auto"
@@ -72,21 +72,15 @@ def build_components(
     Raises:
         UsageError: anything that cannot work.
     """
-    if (
-        isinstance(asked.num_nodes, bool)
-        or not isinstance(asked.num_nodes, int)
-        or asked.num_nodes < 1
-    ):
-        raise UsageError(f"num_nodes={asked.num_nodes!r} must be a whole number, at least 1.")
-    devices, num_nodes = _as_launched(cluster, asked.accelerator, asked.devices, asked.num_nodes)
-    assume = asked.assume or {}
-    accelerator, passed = select_accelerator(
-        registry, asked.accelerator, asked.accelerator_options or {}, assume
-    )
+    nodes = asked.num_nodes
+    if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
+        raise UsageError(f"num_nodes={nodes!r} must be a whole number, at least 1.")
+    devices, nodes = _as_launched(cluster, asked.accelerator, asked.devices, nodes)
+    assume, its = asked.assume or {}, asked.accelerator_options or {}
+    accelerator, passed = select_accelerator(registry, asked.accelerator, its, assume)
     indices = select_devices(accelerator, devices, assume)
-    strategy, also_passed = select_strategy(
-        registry, asked.strategy, asked.strategy_options or {}, indices, num_nodes
-    )
+    its = asked.strategy_options or {}
+    strategy, also_passed = select_strategy(registry, asked.strategy, its, indices, nodes)
     extra = [
         *plugin_parts(registry, asked.plugins, asked.plugin_options or {}),
         *more_parts(registry, asked.callbacks, asked.max_time),
@@ -94,32 +88,23 @@ def build_components(
     progress = progress_parts(registry, extra) if options.enable_progress_bar else []
     precision = select_precision(registry, asked.precision)
     output = None if asked.output is None else user_path(asked.output, "output")
-    is_first = starts_rank_0(cluster, num_nodes)
-    # What shows progress comes before the other plugins: events then reach it last, when those have logged and printed.
-    parts = (
-        *core_parts(options, output, is_first),
-        precision,
-        accelerator,
-        strategy,
-        *progress,
-        *extra,
-    )
+    is_first = starts_rank_0(cluster, nodes)
+    # Progress before the other plugins: it then gets events last, after they have logged.
+    selected = (accelerator, strategy, *progress, *extra)
+    parts = (*core_parts(options, output, is_first), precision, *selected)
     hooks = Hooks(parts)
     if is_first:
-        _warn_of_failed(registry, asked, (accelerator, strategy, *progress, *extra))
+        _warn_of_failed(registry, asked, selected)
+        fix = "a hook of docs/hooks.md with @hookimpl, or callbacks=[...]"
         for part in (accelerator, strategy, *extra):
-            warn_of_others(
-                part.plugin,
-                part.info.label,
-                "a hook of docs/hooks.md with @hookimpl, or callbacks=[...]",
-            )
+            warn_of_others(part.plugin, part.info.label, fix)
     plan = make_plan(
         hooks,
         accelerator=accelerator.info,
         strategy=strategy,
         devices=indices,
         plugins=tuple(part.info for part in (*extra, *progress)),
-        num_nodes=num_nodes,
+        num_nodes=nodes,
         precision=precision.info,
         passed_over=passed | also_passed,
         options=options,
@@ -132,30 +117,27 @@ def build_components(
 def _warn_of_failed(
     registry: Registry, asked: TrainerArguments, parts: Sequence[LoadedPlugin]
 ) -> None:
-    """Warn about plugins that ``"auto"`` would have considered, and about those whose name another distribution's has."""
+    """Warn about failed plugins that ``"auto"`` would have considered, or with a selected name."""
     names = {(part.info.kind, part.info.name.lower()) for part in parts}
     if str(asked.accelerator).lower() in ("auto", "gpu"):
-        names |= {
-            ("accelerator", candidate.name.lower()) for candidate in registry.of("accelerator")
-        }
+        names |= {("accelerator", one.name.lower()) for one in registry.of("accelerator")}
     if str(asked.strategy).lower() == "auto":
         names |= {key for key in KNOWN if key[0] == "strategy"}
     if ("plugin", "progress_lines") in names:
         names.add(("plugin", "progress"))
     for candidate in registry.candidates:
         if candidate.state == "failed" and (candidate.kind, candidate.name.lower()) in names:
-            fix = (
-                ""
-                if candidate.contested
-                else f". Fix: another version of {candidate.distribution}, or --block {candidate.label}"
-            )
-            warnings.warn(f"{candidate.label} is not used: {candidate.reason}{fix}", stacklevel=4)
+            what = f"{candidate.label} is not used: {candidate.reason}"
+            if not candidate.contested:  # otherwise the reason has the fix
+                fix = f"another version of {candidate.distribution}, or --block {candidate.label}"
+                what = f"{what}. Fix: {fix}"
+            warnings.warn(what, stacklevel=4)
 
 
 def _as_launched(
     cluster: ClusterEnvironment | None, accelerator: Any, devices: Any, num_nodes: int
 ) -> tuple[Any, int]:
-    """Return ``devices`` and ``num_nodes``: if they were left open, as the launcher of this process settled them."""
+    """Return ``devices`` and ``num_nodes``, from the launcher if the user gave none."""
     if cluster is None or cluster.launcher == "geartrain":
         return devices, num_nodes
     if devices == "auto" and accelerator == "cpu":
@@ -168,12 +150,8 @@ def core_parts(options: Options, output: Path | None, first: bool) -> list[Loade
     parts = [_core_part("defaults", Defaults(), "one process on one device", "default")]
     if output is not None and not options.fast_dev_run:
         parts.append(_core_part("folder", RunFolder(output, first), f"output={str(output)!r}"))
-    if options.gradient_clip_val is not None:
-        parts.append(
-            _core_part(
-                "clipping", GradientClipping(), f"gradient_clip_val={options.gradient_clip_val}"
-            )
-        )
+    if (limit := options.gradient_clip_val) is not None:
+        parts.append(_core_part("clipping", GradientClipping(), f"gradient_clip_val={limit}"))
     return parts
 
 
@@ -192,8 +170,10 @@ def reserved_folder(
 def parts_for(
     registry: Registry, parts: Sequence[LoadedPlugin], module: Any, command: str
 ) -> tuple[LoadedPlugin, ...]:
-    """Return the parts of one run: the trainer's, the writer of last.ckpt for a ``fit`` with a folder, and for a module with
-    ``automatic_optimization = False`` the plugin ``manual_optimisation``, which replaces some of the others.
+    """Return the parts of one run: the trainer's, and those that the command and the module need.
+
+    A ``fit`` with a folder needs the writer of last.ckpt. If ``automatic_optimization`` is
+    ``False``, ``fit`` needs the plugin ``manual_optimisation``, which replaces some of the others.
 
     Raises:
         UsageError: manual optimisation is not installed.
@@ -204,15 +184,14 @@ def parts_for(
         return tuple(parts)
     name, home = "manual_optimisation", KNOWN["plugin", "manual_optimisation"]
     if not any(candidate.name == name for candidate in registry.of("plugin")):
-        false = f"{(module if isinstance(module, type) else type(module)).__name__}.automatic_optimization is False"
-        raise UsageError(f"{false}, which {home} runs. Fix: pip install {home}")
+        cls = module if isinstance(module, type) else type(module)
+        what = f"{cls.__name__}.automatic_optimization is False, which {home} runs"
+        raise UsageError(f"{what}. Fix: pip install {home}")
     selected = registry.select("plugin", name, {}, "automatic_optimization = False")
-    # As a part of core, so that a hook of the strategy or of the precision comes before its own.
+    # As a part of core: hooks of the strategy and of the precision have precedence.
     manual = replace(selected, info=replace(selected.info, kind="core"))
-    return (
-        *manual.plugin.replace_parts(parts),
-        manual,
-    )  # last, so that ``run.manual`` exists in every on_run_start
+    # Last, so that ``run.manual`` exists in every on_run_start.
+    return (*manual.plugin.replace_parts(parts), manual)
 
 
 def plugin_parts(
@@ -225,13 +204,10 @@ def plugin_parts(
         options: name -> options, for plugins that are given by name or file.
 
     Raises:
-        UsageError: a plugin that is unknown, broken or given twice, or options of a plugin that is not selected.
+        UsageError: a plugin is unknown, broken or given twice; options without their plugin.
     """
-    given = (
-        [plugins]
-        if isinstance(plugins, str) or not isinstance(plugins, Iterable)
-        else list(plugins)
-    )
+    is_one = isinstance(plugins, str) or not isinstance(plugins, Iterable)
+    given = [plugins] if is_one else list(plugins)
     parts, left = [], dict(options)
     for plugin in given:
         if not isinstance(plugin, str):
@@ -240,35 +216,27 @@ def plugin_parts(
             name, found = file_plugin(plugin)
             own = left.pop(name, {})
             if own and not isinstance(found, type):
-                raise UsageError(
-                    f"{plugin} is a file of functions and takes no options. Fix: a class with a typed __init__"
-                )
-            info, again = (
-                PluginInfo(name, "plugin", None, None, f"--plugin {plugin}"),
-                partial(_of_file, os.path.abspath(plugin), own),
-            )
+                what = f"{plugin} is a file of functions and takes no options"
+                raise UsageError(f"{what}. Fix: a class with a typed __init__")
+            info = PluginInfo(name, "plugin", None, None, f"--plugin {plugin}")
+            again = partial(_of_file, os.path.abspath(plugin), own)
             parts.append(LoadedPlugin(info, _of_file(plugin, own), own, again))
         else:
-            parts.append(
-                registry.select("plugin", plugin, left.pop(plugin, {}), f"--plugin {plugin}")
-            )
+            own = left.pop(plugin, {})
+            parts.append(registry.select("plugin", plugin, own, f"--plugin {plugin}"))
     for part in parts:
         if added_for := getattr(part.plugin, "added_for", ""):
-            raise UsageError(
-                f"{part.info.label} is added to a run for {added_for}, and to no other. Fix: leave it out of the plugins"
-            )
-    labels = [
-        part.info.label
-        for part, plugin in zip(parts, given, strict=True)
-        if isinstance(plugin, str)
-    ]
+            what = f"{part.info.label} is added to a run for {added_for}, and to no other"
+            raise UsageError(f"{what}. Fix: leave it out of the plugins")
+    pairs = zip(parts, given, strict=True)
+    labels = [part.info.label for part, plugin in pairs if isinstance(plugin, str)]
     for label in labels:
         if labels.count(label) > 1:
             raise UsageError(f"{label}: the same plugin is given twice. Fix: give it once.")
     if left:
-        raise UsageError(
-            f"options are given for {', '.join(map(repr, left))}, which is not among the chosen plugins. Fix: --plugin {next(iter(left))}"
-        )
+        what = f"options are given for {', '.join(map(repr, left))}"
+        fix = f"--plugin {next(iter(left))}"
+        raise UsageError(f"{what}, which is not among the chosen plugins. Fix: {fix}")
     return parts
 
 
@@ -281,41 +249,32 @@ def more_parts(registry: Registry, callbacks: Any, max_time: Any) -> list[Loaded
     """Return the plugins of ``callbacks`` and ``max_time``.
 
     Raises:
-        UsageError: an object that is no callback, a callback with methods that would never be called, or a duration that cannot be read.
+        UsageError: an object is no callback, a callback has methods that would never be called, or
+            the duration cannot be read.
     """
-    given = (
-        list(callbacks)
-        if isinstance(callbacks, Iterable) and not isinstance(callbacks, str)
-        else [callbacks]
-    )
+    is_one = isinstance(callbacks, str) or not isinstance(callbacks, Iterable)
+    given = [callbacks] if is_one else list(callbacks)
     for one in given:
         if isinstance(one, str | type) or not (hasattr(one, "as_plugin") or has_hookimpls(one)):
-            fix = (
-                f"plugins=[{one!r}]"
-                if isinstance(one, str)
-                else "an object of a subclass of geartrain.callbacks.Callback"
-            )
+            fix = "an object of a subclass of geartrain.callbacks.Callback"
+            fix = f"plugins=[{one!r}]" if isinstance(one, str) else fix
             raise UsageError(f"callbacks={one!r}: it is no callback. Fix: {fix}")
     parts = [registry.adopt("plugin", one, "callbacks=[...]") for one in given]
     if max_time is not None:
-        parts.append(
-            registry.select("plugin", "timer", {"duration": max_time}, f"max_time={max_time!r}")
-        )
+        options = {"duration": max_time}
+        parts.append(registry.select("plugin", "timer", options, f"max_time={max_time!r}"))
     return parts
 
 
 def progress_parts(registry: Registry, extra: Sequence[LoadedPlugin]) -> list[LoadedPlugin]:
-    """Return what shows progress: the plugin ``progress`` if it is installed, otherwise core's plain lines.
+    """Return the plugin ``progress`` if it is installed, otherwise core's plain lines.
 
-    Nothing, if a plugin among ``extra`` shows progress: its class has ``shows_progress = True``.
+    Return nothing if a plugin in ``extra`` shows progress (``shows_progress = True``).
     """
     if any(getattr(part.plugin, "shows_progress", False) for part in extra):
         return []
     for name in ("progress", "progress_lines"):
-        if any(
-            registry.probe(candidate)
-            for candidate in registry.of("plugin")
-            if candidate.name.lower() == name
-        ):
+        candidates = [one for one in registry.of("plugin") if one.name.lower() == name]
+        if any(map(registry.probe, candidates)):
             return [registry.select("plugin", name, {}, "enable_progress_bar=True")]
     return []

@@ -8,7 +8,7 @@ from typing import Any
 
 from geartrain.errors import UsageError
 
-#: Processes on one node that are always allowed, however few cores it has; more are allowed up to so many for each core.
+#: Allowed processes on one node: the larger of the first number and the second for each core.
 _PROCESSES, _PROCESSES_A_CORE = 64, 4
 
 _FORMS = 'a number (2, "2"), a list of indices ([0, 2], "0,2", "2,"), -1 or "auto"'
@@ -23,15 +23,15 @@ def parse_devices(
     Args:
         devices: an int, a string, a list, tuple or range of indices, or ``"auto"``.
         accelerator: its name, for errors.
-        available: how many devices this node has; they are numbered from 0.
-        indexed: True if devices have indices. The cpu has none: a number is a number of processes, which may be more than ``available``,
-            and ``"auto"`` is 1.
+        available: the devices of this node; their indices are from 0.
+        indexed: True if devices have indices. The cpu has none: a number is a number of processes,
+            which may be more than ``available``, and ``"auto"`` is 1.
 
     Returns:
         Distinct indices in the order given, at least one.
 
     Raises:
-        UsageError: anything else, with the accepted forms.
+        UsageError: anything else; the message has the accepted forms.
     """
     value = devices.strip() if isinstance(devices, str) else devices
     if isinstance(value, str):
@@ -39,17 +39,15 @@ def parse_devices(
     if isinstance(value, str):  # "auto" is the only string left
         value = -1 if indexed else 1
     elif isinstance(value, int) and value == -1 and not indexed:
-        raise UsageError(
-            f"devices={devices!r} (all of them) means nothing on {accelerator}. Fix: {_COUNT_FORMS}"
-        )
+        what = f"devices={devices!r} (all of them) means nothing on {accelerator}"
+        raise UsageError(f"{what}. Fix: {_COUNT_FORMS}")
     if isinstance(value, bool | bytes | bytearray) or not isinstance(value, int | Sequence):
         raise _malformed(devices, accelerator, indexed)
     if isinstance(value, int):
         return _count(value, devices, accelerator, available, indexed)
     if not indexed:
-        raise UsageError(
-            f"devices={devices!r}: a list of indices means nothing on {accelerator}. Fix: {_COUNT_FORMS}"
-        )
+        what = f"devices={devices!r}: a list of indices means nothing on {accelerator}"
+        raise UsageError(f"{what}. Fix: {_COUNT_FORMS}")
     return _indices(list(value), devices, accelerator, available)
 
 
@@ -67,16 +65,16 @@ def _parse_string(text: str, devices: Any, accelerator: str, indexed: bool) -> A
 
 def _count(count: int, devices: Any, accelerator: str, available: int, indexed: bool) -> list[int]:
     if count == 0:
-        raise UsageError(
-            f"devices={devices!r} asks for zero devices. Fix: {_FORMS if indexed else _COUNT_FORMS}"
-        )
+        forms = _FORMS if indexed else _COUNT_FORMS
+        raise UsageError(f"devices={devices!r} asks for zero devices. Fix: {forms}")
     if count < -1:
         raise _malformed(devices, accelerator, indexed)
     if not indexed:
         most = max(_PROCESSES, _PROCESSES_A_CORE * available)
         if count > most:
             raise UsageError(
-                f"devices={devices!r} asks for {count} processes on a machine of {available} core(s), which starts {most} at most. "
+                f"devices={devices!r} asks for {count} processes on a machine of {available} "
+                f"core(s), which starts {most} at most. "
                 f"Fix: devices={available}, the number of cores, or fewer"
             )
         return list(range(count))
@@ -84,9 +82,7 @@ def _count(count: int, devices: Any, accelerator: str, available: int, indexed: 
         raise UsageError(f"devices={devices!r}: no {accelerator} device is visible.")
     wanted = available if count == -1 else count
     if wanted > available:
-        raise UsageError(
-            f"devices={devices!r}: asked for {wanted}, only {list(range(available))} are visible on {accelerator}."
-        )
+        raise _not_visible(wanted, devices, accelerator, available)
     return list(range(wanted))
 
 
@@ -97,19 +93,20 @@ def _indices(indices: list[Any], devices: Any, accelerator: str, available: int)
         raise _malformed(devices, accelerator, True)
     for index in indices:
         if indices.count(index) > 1:
-            raise UsageError(
-                f"devices={devices!r}: indices must be unique, and {index} stands there {indices.count(index)} times."
-            )
+            what = f"{index} stands there {indices.count(index)} times"
+            raise UsageError(f"devices={devices!r}: indices must be unique, and {what}.")
         if index >= available:
-            raise UsageError(
-                f"devices={devices!r}: asked for {index}, only {list(range(available))} are visible on {accelerator}."
-            )
+            raise _not_visible(index, devices, accelerator, available)
     return indices
+
+
+def _not_visible(wanted: int, devices: Any, accelerator: str, available: int) -> UsageError:
+    what = f"only {list(range(available))} are visible on {accelerator}"
+    return UsageError(f"devices={devices!r}: asked for {wanted}, {what}.")
 
 
 def _malformed(devices: Any, accelerator: str, indexed: bool) -> UsageError:
     match = re.fullmatch(r"\s*[a-z]+:(\d+)\s*", devices) if isinstance(devices, str) else None
     hint = f' (for the device of index {match[1]}: "{match[1]},")' if match and indexed else ""
-    return UsageError(
-        f"devices={devices!r} is not understood on {accelerator}. Fix: {_FORMS if indexed else _COUNT_FORMS}{hint}"
-    )
+    forms = _FORMS if indexed else _COUNT_FORMS
+    return UsageError(f"devices={devices!r} is not understood on {accelerator}. Fix: {forms}{hint}")

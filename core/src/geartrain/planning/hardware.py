@@ -1,4 +1,4 @@
-"""Ask accelerators whether they can be used here, and look for hardware without one. Imports neither torch nor a driver's library."""
+"""Ask accelerators if they can be used here, and find hardware without one. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 from geartrain.errors import UsageError
 
-#: Linux: the driver lists its GPUs here, a folder each; containers that were given GPUs see theirs.
+#: Linux: the driver lists its GPUs here, a folder each; a container sees its own.
 _DRIVER = Path("/proc/driver/nvidia/gpus")
-#: WSL 2: Windows lends its driver's library, and there is no /proc/driver/nvidia.
+#: WSL 2 has the library of Windows' driver, and no /proc/driver/nvidia.
 _WSL = Path("/usr/lib/wsl/lib/libnvidia-ml.so.1")
 
 
@@ -21,30 +21,25 @@ def ask(accelerator: Any) -> str | None:
     """Return why an accelerator (its class, or an object) cannot be used here; ``None`` if it can.
 
     Raises:
-        UsageError: one of its three answers is missing, raises (the cause is attached) or is of the wrong form.
+        UsageError: ``priority``, ``unavailable()`` or ``device_count()`` is missing, raises (the
+            cause is attached) or has a wrong result.
     """
     reason = _answer(accelerator, "unavailable") if hasattr(accelerator, "unavailable") else None
     if reason is not None and (not isinstance(reason, str) or not reason.strip()):
-        raise UsageError(
-            f"its unavailable() returned {reason!r}, which is neither None nor a reason in words"
-        )
-    missing = [
-        name
-        for name in ("priority", "unavailable", "device_count")
-        if not hasattr(accelerator, name)
-    ]
+        what = "which is neither None nor a reason in words"
+        raise UsageError(f"its unavailable() returned {reason!r}, {what}")
+    needed = ("priority", "unavailable", "device_count")
+    missing = ", ".join(name for name in needed if not hasattr(accelerator, name))
     if missing:
-        raise UsageError(
-            f"an accelerator needs priority, unavailable() and device_count(); it has no {', '.join(missing)}"
-        )
+        what = "an accelerator needs priority, unavailable() and device_count()"
+        raise UsageError(f"{what}; it has no {missing}")
     priority_of(accelerator)
     if reason is not None:
         return str(reason)
     count = _answer(accelerator, "device_count")
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise UsageError(
-            f"its device_count() returned {count!r}, which is no whole number above 0, though unavailable() returned None"
-        )
+        what = "which is no whole number above 0, though unavailable() returned None"
+        raise UsageError(f"its device_count() returned {count!r}, {what}")
     return None
 
 
@@ -66,23 +61,18 @@ def _answer(accelerator: Any, question: str) -> Any:
     except BaseException as error:  # a driver's binding may fail in any way, sys.exit included
         if isinstance(error, KeyboardInterrupt):
             raise
-        plain = inspect.isclass(accelerator) and inspect.isfunction(
-            inspect.getattr_static(accelerator, question, None)
-        )
-        hint = (
-            ". Fix: make it a @staticmethod, for it is asked before any object is made"
-            if plain and type(error) is TypeError
-            else ""
-        )
-        raise UsageError(
-            f"its {question}() raised {type(error).__name__}: {error}{hint}"
-        ) from error
+        method, hint = inspect.getattr_static(accelerator, question, None), ""
+        needs_self = inspect.isclass(accelerator) and inspect.isfunction(method)
+        if needs_self and type(error) is TypeError:
+            hint = ". Fix: make it a @staticmethod, for it is asked before any object is made"
+        what = f"{type(error).__name__}: {error}{hint}"
+        raise UsageError(f"its {question}() raised {what}") from error
 
 
 def visible() -> dict[str, str]:
-    """Return visible hardware: accelerator -> description, so that ``accelerator="auto"`` can name a plugin that is not installed.
+    """Return visible hardware: accelerator -> description, to name plugins that are not installed.
 
-    Hardware may exist that is not found here, and hardware that is found need not be usable.
+    It may miss hardware, and may return hardware that cannot be used.
     """
     found = {}
     if gpu := _nvidia():
@@ -94,11 +84,8 @@ def visible() -> dict[str, str]:
 
 def _nvidia() -> str:
     if sys.platform == "win32":
-        return (
-            "an NVIDIA driver"
-            if Path(os.environ.get("SYSTEMROOT", r"C:\Windows"), "System32", "nvml.dll").exists()
-            else ""
-        )
+        windows = os.environ.get("SYSTEMROOT", r"C:\Windows")
+        return "an NVIDIA driver" if Path(windows, "System32", "nvml.dll").exists() else ""
     try:
         count = len(os.listdir(_DRIVER))
     except OSError:

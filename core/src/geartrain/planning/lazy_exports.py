@@ -1,4 +1,4 @@
-"""Public modules as ``geartrain.strategies`` and ``geartrain.callbacks``: find their names in the installed distributions."""
+"""Find the names of public modules, as ``geartrain.strategies``, in installed distributions."""
 
 from __future__ import annotations
 
@@ -16,43 +16,42 @@ from geartrain.planning.registry import canonical
 
 
 def resolve(kind: str, module: str, attribute: str, homes: dict[str, str]) -> Any:
-    """Return the value of ``from <module> import <attribute>``: a class that an installed entry point names, or a helper beside it.
+    """Return the value of ``from <module> import <attribute>``.
+
+    It is a class that an installed entry point names, or a helper in the same module.
 
     Args:
-        kind: ``"strategy"`` or ``"accelerator"``.
+        kind: ``"strategy"``, ``"accelerator"`` or ``"plugin"``.
+        module: the public module, for errors.
+        attribute: the name to import.
         homes: names that geartrain's own distributions provide -> the plugin's name.
 
     Raises:
-        ImportError: a known name whose distribution is not installed, which ends in the ``pip install`` line; a class that several
-            distributions have; or a name that a vocabulary knows, which ends with the replacement.
+        ImportError: the distribution of a known name is not installed (the message ends in the
+            ``pip install`` line), several distributions have the class, or a vocabulary knows the
+            name (the message ends with the replacement).
         AttributeError: an unknown name.
     """
     installed = entry_points(group=GROUPS[kind])
     home = KNOWN[kind, homes[attribute]] if attribute in homes else "geartrain"
     found = {(_distribution(ep), ep.value): ep for ep in installed if _attribute(ep) == attribute}
     ours = {key: ep for key, ep in found.items() if key[0] == home}
-    theirs = ", ".join(
-        f"{distribution} ({value})" for distribution, value in found.keys() - ours.keys()
-    )
+    others = found.keys() - ours.keys()
+    theirs = ", ".join(f"{distribution} ({value})" for distribution, value in others)
     if not ours and attribute in homes:
-        # A helper of the plugin's module that is no entry point itself, as find_usable_cuda_devices is.
+        # A helper in the plugin's module that is no entry point, as find_usable_cuda_devices.
         for ep in installed:
             if (_distribution(ep), ep.name) == (home, homes[attribute]):
                 return getattr(__import__(ep.module, fromlist=[attribute]), attribute)
         also = f". Another distribution has one: {theirs}" if theirs else ""
-        raise ImportError(
-            f"{module}.{attribute} is not installed{also}. Fix: pip install {home}", name=home
-        )
+        what = f"{module}.{attribute} is not installed{also}"
+        raise ImportError(f"{what}. Fix: pip install {home}", name=home)
     if ours and theirs:
-        warnings.warn(
-            f"{module}.{attribute} is {home}'s. Another distribution has one, which is left out: {theirs}",
-            stacklevel=2,
-        )
+        what = f"Another distribution has one, which is left out: {theirs}"
+        warnings.warn(f"{module}.{attribute} is {home}'s. {what}", stacklevel=2)
     if len(ours or found) > 1:
-        raise ImportError(
-            f"{module}.{attribute}: several distributions have one: {theirs}. Fix: import it from its own module",
-            name=module,
-        )
+        what = f"{module}.{attribute}: several distributions have one: {theirs}"
+        raise ImportError(f"{what}. Fix: import it from its own module", name=module)
     for ep in (ours or found).values():
         return ep.load()
     if answer := write_instead(module, attribute):
@@ -65,11 +64,11 @@ def import_from(package: str, wanted: str) -> ModuleType:
     """Import a package that another distribution of ours brings.
 
     Args:
-        package: its name; that of the distribution is the same, with dashes.
+        package: its name; the distribution has the same, with dashes.
         wanted: the name that the user wrote, for the error.
 
     Raises:
-        ImportError: it is not installed; ends in the ``pip install`` line.
+        ImportError: it is not installed; the message ends in the ``pip install`` line.
     """
     try:
         return import_module(package)
@@ -77,16 +76,14 @@ def import_from(package: str, wanted: str) -> ModuleType:
         if error.name != package:
             raise
     distribution = package.replace("_", "-")
-    raise ImportError(
-        f"{wanted} is not installed. Fix: pip install {distribution}", name=distribution
-    )
+    what = f"{wanted} is not installed. Fix: pip install {distribution}"
+    raise ImportError(what, name=distribution)
 
 
 def forward(module: str, package: str, attribute: str) -> Any:
-    """Return the value of ``from <module> import <attribute>`` if all names of the module come from one package."""
-    if (
-        attribute.startswith("__") and attribute != "__all__"
-    ):  # a __path__ would make the package's modules importable twice
+    """Return the value of ``from <module> import <attribute>``, for a module of one package."""
+    # With a __path__, the package's modules could be imported twice.
+    if attribute.startswith("__") and attribute != "__all__":
         raise AttributeError(f"module {module!r} has no attribute {attribute!r}")
     return getattr(import_from(package, module), attribute)
 

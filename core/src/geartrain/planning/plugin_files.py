@@ -13,7 +13,10 @@ from geartrain.errors import UsageError, describe, nearest
 
 
 def load_file(path: Path, name: str | None = None) -> ModuleType:
-    """Import a Python file as a module named after it, with its folder on ``sys.path`` as in ``python FILE``.
+    """Import a Python file as a module, with its folder on ``sys.path`` as in ``python FILE``.
+
+    Args:
+        name: the module's; default: the file's stem.
 
     Raises:
         UsageError: the file does not exist, or raises.
@@ -24,14 +27,11 @@ def load_file(path: Path, name: str | None = None) -> ModuleType:
     name = name or path.stem
     loaded = sys.modules.get(name)
     if loaded is not None:
-        if (
-            getattr(loaded, "__file__", None)
-            and Path(str(loaded.__file__)).resolve() == path.resolve()
-        ):
+        file = getattr(loaded, "__file__", None)
+        if file and Path(str(file)).resolve() == path.resolve():
             return loaded
-        raise UsageError(
-            f"{path} would be imported as {name!r}, and a module of that name is loaded already. Fix: rename the file."
-        )
+        what = f"{path} would be imported as {name!r}, and a module of that name is loaded already"
+        raise UsageError(f"{what}. Fix: rename the file.")
     if str(path.parent.resolve()) not in sys.path:
         sys.path.insert(0, str(path.parent.resolve()))
     spec = importlib.util.spec_from_file_location(name, path)
@@ -55,13 +55,16 @@ def is_file(name: str) -> bool:
 
 
 def file_plugin(spec: str) -> tuple[str, Any]:
-    """Return the plugin in a file: its one class with hookimpls, or the module itself if functions are marked.
+    """Return the plugin in a file: its one class with hookimpls, or the module if it has functions.
 
     Args:
         spec: ``file.py`` or ``file.py:Class``.
 
     Returns:
-        The name by which its options are given (the file's stem, or the class), and the class or module.
+        The name for its options (the file's stem, or the class), and the class or module.
+
+    Raises:
+        UsageError: the file cannot be imported, or has no plugin or several.
     """
     file, _, wanted = spec.partition(":")
     module = load_file(Path(file).expanduser())
@@ -76,18 +79,15 @@ def file_plugin(spec: str) -> tuple[str, Any]:
         return wanted, classes[wanted]
     if has_hookimpls(module):
         if classes:
-            raise UsageError(
-                f"{file} marks functions and classes with @hookimpl. Fix: name one: {file}:{next(iter(classes))}"
-            )
+            what = f"{file} marks functions and classes with @hookimpl"
+            raise UsageError(f"{what}. Fix: name one: {file}:{next(iter(classes))}")
         return module.__name__, module
     if not classes:
-        raise UsageError(
-            f"{file} has nothing marked with @hookimpl. Fix: from geartrain import hookimpl, and mark a function or method"
-        )
+        fix = "from geartrain import hookimpl, and mark a function or method"
+        raise UsageError(f"{file} has nothing marked with @hookimpl. Fix: {fix}")
     if len(classes) > 1:
-        raise UsageError(
-            f"{file} has several plugins. Fix: name one: {' or '.join(f'{file}:{name}' for name in classes)}"
-        )
+        names = " or ".join(f"{file}:{name}" for name in classes)
+        raise UsageError(f"{file} has several plugins. Fix: name one: {names}")
     return module.__name__, next(iter(classes.values()))
 
 

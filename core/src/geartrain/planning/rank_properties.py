@@ -19,17 +19,13 @@ class RankProperties:
 
     @property
     def global_rank(self) -> int:
-        return self._run.world.rank if self._run else self.cluster.rank if self.cluster else 0
+        place = self._run.world if self._run else self.cluster
+        return place.rank if place else 0
 
     @property
     def local_rank(self) -> int:
-        return (
-            self._run.world.local_rank
-            if self._run
-            else self.cluster.local_rank
-            if self.cluster
-            else 0
-        )
+        place = self._run.world if self._run else self.cluster
+        return place.local_rank if place else 0
 
     @property
     def world_size(self) -> int:

@@ -1,7 +1,7 @@
 """Find plugins by their entry points, select them by name, and import only selected ones.
 
-Listing reads metadata alone: it imports neither torch nor any plugin. A plugin that is not selected may be broken, blocked or lack a
-dependency; it is listed with the reason and changes nothing else.
+Listing reads only metadata: it imports neither torch nor any plugin. A plugin that is not selected
+may be broken, blocked or lack a dependency: it is listed with the reason, and has no other effect.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from geartrain.errors.known import KNOWN, NOT_SHIPPED
 from geartrain.hooks.plugin_info import GROUPS, LoadedPlugin, PluginInfo
 from geartrain.planning.hardware import ask
 
-#: The state of ``sys.path`` at the last scan of the metadata, and its result: a scan takes 13 ms for some hundred distributions.
+#: The state of ``sys.path`` at the last scan of the metadata, and its result. A scan of a hundred
+#: distributions takes 13 ms.
 _scanned: tuple[Any, list[tuple[str, str, str, str, EntryPoint]]] | None = None
 
 
@@ -50,31 +51,31 @@ class InstalledPlugin:
 
     @property
     def is_ours(self) -> bool:
-        """True if core provides it, or the distribution of ours that the name belongs to: these win over others of the same name."""
-        return canonical(self.distribution) in (
-            "geartrain",
-            KNOWN.get((self.kind, self.name.lower())),
-        )
+        """True if core, or our distribution of this name, provides it: it wins over any other."""
+        home = KNOWN.get((self.kind, self.name.lower()))
+        return canonical(self.distribution) in ("geartrain", home)
+
+    def info(self, reason: str) -> PluginInfo:
+        """Return its identity as a selected plugin."""
+        return PluginInfo(self.name, self.kind, self.distribution, self.version, reason)
 
     def fail(self, reason: str) -> str:
-        """Note and return why this plugin cannot be used."""
+        """Record and return why this plugin cannot be used."""
         self.state, self.reason = "failed", reason
         return reason
 
     def as_dict(self) -> dict[str, str]:
         """Return a row of ``geartrain plugins --json``."""
-        return {
-            key: getattr(self, key)
-            for key in ("name", "kind", "state", "reason", "distribution", "version")
-        }
+        keys = ("name", "kind", "state", "reason", "distribution", "version")
+        return {key: getattr(self, key) for key in keys}
 
 
 class Registry:
     """The installed plugins and commands.
 
     Args:
-        block: names that must not be selected, or ``DISTRIBUTION[name]``, beside those in the environment variable ``GEARTRAIN_BLOCK``
-            (comma-separated).
+        block: names, or ``DISTRIBUTION[name]``, that must not be selected, in addition to those in
+            the environment variable ``GEARTRAIN_BLOCK`` (comma-separated).
 
     Raises:
         UsageError: ``block`` has a name that nothing installed has.
@@ -83,9 +84,8 @@ class Registry:
     def __init__(self, block: Iterable[str] = ()) -> None:
         self.candidates = _installed()
         self._block(block, "--block")
-        self._block(
-            (n.strip() for n in os.environ.get("GEARTRAIN_BLOCK", "").split(",")), "GEARTRAIN_BLOCK"
-        )
+        variable = "GEARTRAIN_BLOCK"
+        self._block((n.strip() for n in os.environ.get(variable, "").split(",")), variable)
         self._settle_names()
 
     def _block(self, names: Iterable[str], by: str) -> None:
@@ -93,14 +93,16 @@ class Registry:
             hit = [c for c in self.candidates if name.lower() in (c.name.lower(), c.label.lower())]
             if not hit and by == "--block":
                 known = [known for c in self.candidates for known in (c.name, c.label)]
-                raise UsageError(
-                    f"{by} {name}: nothing installed has that name. {nearest(name, known)}"
-                )
+                meant = nearest(name, known)
+                raise UsageError(f"{by} {name}: nothing installed has that name. {meant}")
             for candidate in hit:
                 candidate.state, candidate.reason = "blocked", f"by {by}"
 
     def _settle_names(self) -> None:
-        """If several distributions claim a name, only ours may have it: a name must not depend on which others are installed."""
+        """If several distributions claim a name, give it to ours or to none.
+
+        The meaning of a name must not depend on which others are installed.
+        """
         claims: dict[tuple[str, str], list[InstalledPlugin]] = {}
         for candidate in self.candidates:
             if candidate.state != "blocked":
@@ -108,23 +110,21 @@ class Registry:
         for same in claims.values():
             ours = next((c for c in same if c.is_ours), None)
             for candidate in same if len(same) > 1 else ():
-                if candidate is not ours:
-                    what = (
-                        f"the name is {ours.label}'s"
-                        if ours
-                        else f"{' and '.join(c.label for c in same)} claim the same name"
-                    )
-                    fix = f"uninstall {candidate.distribution}" if ours else "uninstall one"
-                    candidate.contested, candidate.state = True, "failed"
-                    candidate.reason = (
-                        f"{what}; {fix}, or --block {(candidate if ours else same[0]).label}"
-                    )
+                if candidate is ours:
+                    continue
+                what = f"{' and '.join(c.label for c in same)} claim the same name"
+                fix = f"uninstall one, or --block {same[0].label}"
+                if ours:
+                    what = f"the name is {ours.label}'s"
+                    fix = f"uninstall {candidate.distribution}, or --block {candidate.label}"
+                candidate.contested, candidate.state = True, "failed"
+                candidate.reason = f"{what}; {fix}"
 
     def of(self, kind: str) -> list[InstalledPlugin]:
         """Return the candidates of one kind."""
         return [c for c in self.candidates if c.kind == kind]
 
-    # --- find ------------------------------------------------------------------------------------------------------------
+    # --- find -------------------------------------------------------------------------------------
 
     def find(self, kind: str, name: str) -> InstalledPlugin:
         """Return the one candidate of that kind and name; names are case-insensitive.
@@ -137,9 +137,8 @@ class Registry:
             raise UsageError(self._missing(kind, name))
         left = [c for c in hits if c.state != "blocked"]
         if not left:
-            raise UsageError(
-                f"{hits[0].label} is blocked {hits[0].reason}. Fix: lift the block, or choose another {kind}."
-            )
+            what = f"{hits[0].label} is blocked {hits[0].reason}"
+            raise UsageError(f"{what}. Fix: lift the block, or choose another {kind}.")
         found = next((c for c in left if not c.contested), left[0])
         if found.contested:
             what, _, fix = found.reason.partition("; ")
@@ -147,65 +146,61 @@ class Registry:
         return found
 
     def _missing(self, kind: str, name: str) -> str:
-        installed = [c.name for c in self.of(kind)]
-        key = (kind, name.lower())
+        installed, lower = [c.name for c in self.of(kind)], name.lower()
+        key, unknown = (kind, lower), f"there is no {kind} {name!r}"
         if key in KNOWN:
             return f"{kind} {name!r} is not installed. Fix: pip install {KNOWN[key]}"
         if key in NOT_SHIPPED:
-            return f"there is no {kind} {name!r}: no geartrain distribution provides it. Installed: {', '.join(installed)}."
-        if instead := hint(kind, key[1]):
-            return f"there is no {kind} {name!r}. Fix: {instead}"
-        other = next((c for c in self.candidates if c.name.lower() == name.lower()), None)
-        if other:
-            return f"{name!r} is no {kind} but belongs to --{other.kind}. Fix: --{other.kind} {other.name}"
-        elsewhere = next((k for k, n in [*KNOWN, *NOT_SHIPPED] if n == name.lower()), None)
-        if elsewhere:
-            return f"{name!r} is no {kind} but belongs to --{elsewhere}. Fix: --{elsewhere} {name.lower()}"
-        known = installed + [n for k, n in KNOWN if k == kind]
-        return f"there is no {kind} {name!r}. {nearest(name, known)}"
+            names = ", ".join(installed)
+            return f"{unknown}: no geartrain distribution provides it. Installed: {names}."
+        if instead := hint(kind, lower):
+            return f"{unknown}. Fix: {instead}"
+        others = [(c.kind, c.name) for c in self.candidates if c.name.lower() == lower]
+        others += [other for other in (*KNOWN, *NOT_SHIPPED) if other[1] == lower]
+        if others:
+            other, called = others[0]
+            return f"{name!r} is no {kind} but belongs to --{other}. Fix: --{other} {called}"
+        return f"{unknown}. {nearest(name, installed + [n for k, n in KNOWN if k == kind])}"
 
-    # --- load ------------------------------------------------------------------------------------------------------------
+    # --- load -------------------------------------------------------------------------------------
 
     def load(self, candidate: InstalledPlugin) -> Any:
         """Import a candidate's class; of a command, its function.
 
         Raises:
-            UsageError: it needs another geartrain; the import failed, or gave something else; the cause is attached.
+            UsageError: it needs another geartrain, its import failed (the cause is attached), or
+                its entry point is neither a class nor a function.
         """
-        if canonical(candidate.distribution) != "geartrain" and (needed := _other_core(candidate)):
-            reason = candidate.fail(
-                f"it requires {needed}, and geartrain {__version__} is installed"
-            )
-            raise UsageError(
-                f"{candidate.label}: {reason}. Fix: pip install '{needed}', or another version of {candidate.distribution}"
-            )
+        label, home = candidate.label, candidate.distribution
+        if canonical(home) != "geartrain" and (needed := _other_core(candidate)):
+            what = f"it requires {needed}, and geartrain {__version__} is installed"
+            fix = f"pip install '{needed}', or another version of {home}"
+            raise UsageError(f"{label}: {candidate.fail(what)}. Fix: {fix}")
         try:
             loaded = candidate.entry_point.load()
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a plugin may fail in any way, sys.exit included
-            lacks_torch = isinstance(error, ModuleNotFoundError) and error.name == "torch"
-            reason = candidate.fail(
-                "torch is not installed" if lacks_torch else f"{type(error).__name__}: {error}"
-            )
-            # Never "pip install MODULE": a distribution of that name may be a stranger's.
-            fix = f"pip install --force-reinstall {candidate.distribution}, or --block {candidate.label}"
-            fix = "pip install torch (a build for your hardware)" if lacks_torch else fix
-            raise UsageError(
-                f"{candidate.label} could not be imported: {reason}. Fix: {fix}"
-            ) from error
-        wanted, fits = (
-            ("function", callable) if candidate.kind == "command" else ("class", inspect.isclass)
-        )
-        if not fits(loaded):
+            what = f"{type(error).__name__}: {error}"
+            # Never "pip install MODULE": a distribution of that name may be unrelated.
+            fix = f"pip install --force-reinstall {home}, or --block {label}"
+            if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+                what, fix = (
+                    "torch is not installed",
+                    "pip install torch (a build for your hardware)",
+                )
+            what = f"{label} could not be imported: {candidate.fail(what)}"
+            raise UsageError(f"{what}. Fix: {fix}") from error
+        is_command = candidate.kind == "command"
+        if not (callable(loaded) if is_command else inspect.isclass(loaded)):
+            wanted = "function" if is_command else "class"
             reason = candidate.fail(f"its entry point gives {loaded!r}, not a {wanted}")
-            raise UsageError(
-                f"{candidate.label}: {reason}. Fix: name a {wanted} in its [project.entry-points]"
-            )
+            fix = f"name a {wanted} in its [project.entry-points]"
+            raise UsageError(f"{label}: {reason}. Fix: {fix}")
         return loaded
 
     def probe(self, candidate: InstalledPlugin) -> Any:
-        """Import a candidate and, if it is an accelerator, ask if it can be used here. Set its state and reason.
+        """Import a candidate, and ask an accelerator if it can be used. Set its state and reason.
 
         Returns:
             Its class if it can be used, else ``None``.
@@ -236,11 +231,9 @@ class Registry:
             candidate.fail(f"its __init__ raised {type(error).__name__}: {error}")
             raise
         candidate.state, candidate.reason = "selected", reason
-        choice = PluginInfo(candidate.name, kind, candidate.distribution, candidate.version, reason)
         given = dict(options or {})
-        return LoadedPlugin(
-            choice, plugin, given, partial(_selected_again, kind, candidate.name, given)
-        )
+        again = partial(_selected_again, kind, candidate.name, given)
+        return LoadedPlugin(candidate.info(reason), plugin, given, again)
 
     def adopt(self, kind: str, given: Any, reason: str) -> LoadedPlugin:
         """Return the part of a user's object or class; named as its entry point, if it has one.
@@ -249,21 +242,16 @@ class Registry:
         """
         plugin = make(given, given.__name__, {}) if inspect.isclass(given) else given
         cls = type(plugin)
+        name = plugin.__name__ if isinstance(plugin, ModuleType) else cls.__name__
+        info = PluginInfo(name, kind, None, None, reason)
         if hasattr(plugin, "as_plugin"):
-            return LoadedPlugin(
-                PluginInfo(cls.__name__, kind, None, None, reason), plugin.as_plugin()
-            )
+            return LoadedPlugin(info, plugin.as_plugin())
         for candidate in self.of(kind):
             if _names(candidate.entry_point, cls):
                 candidate.state, candidate.reason = "selected", reason
-                return LoadedPlugin(
-                    PluginInfo(
-                        candidate.name, kind, candidate.distribution, candidate.version, reason
-                    ),
-                    plugin,
-                )
-        name = plugin.__name__ if isinstance(plugin, ModuleType) else cls.__name__
-        return LoadedPlugin(PluginInfo(name, kind, None, None, reason), plugin)
+                info = candidate.info(reason)
+                break
+        return LoadedPlugin(info, plugin)
 
 
 def _selected_again(kind: str, name: str, options: Mapping[str, Any]) -> Any:
@@ -271,7 +259,7 @@ def _selected_again(kind: str, name: str, options: Mapping[str, Any]) -> Any:
 
 
 def _installed() -> list[InstalledPlugin]:
-    """Return all installed plugins; the metadata are read again only after a folder of ``sys.path`` has changed."""
+    """Return all installed plugins; read the metadata again if a folder of ``sys.path`` changed."""
     global _scanned
     state = (entry_points, [(path, _changed_at(path)) for path in sys.path])
     if _scanned is None or _scanned[0] != state:
@@ -285,23 +273,18 @@ def canonical(distribution: str) -> str:
 
 
 def _other_core(candidate: InstalledPlugin) -> str | None:
-    """Return the version of geartrain that a candidate's distribution requires, if it is not this one."""
-    from packaging.requirements import (
-        InvalidRequirement,
-        Requirement,
-    )  # not above: listing plugins need not pay for it
+    """Return the requirement of another version of geartrain that a distribution has, if any."""
+    # Not above: it would slow down the listing of plugins.
+    from packaging.requirements import InvalidRequirement, Requirement
 
     for line in (candidate.entry_point.dist and candidate.entry_point.dist.requires) or ():
         try:
             needed = Requirement(line)
         except InvalidRequirement:
             continue  # geartrain doctor reports it
-        asked = needed.marker is None or needed.marker.evaluate({"extra": ""})
-        if (
-            canonical(needed.name) == "geartrain"
-            and asked
-            and not needed.specifier.contains(__version__, prereleases=True)
-        ):
+        applies = needed.marker is None or needed.marker.evaluate({"extra": ""})
+        fits = needed.specifier.contains(__version__, prereleases=True)
+        if canonical(needed.name) == "geartrain" and applies and not fits:
             return f"geartrain{needed.specifier}"
     return None
 
@@ -314,22 +297,16 @@ def _changed_at(path: str) -> int | None:
 
 
 def _scan() -> list[tuple[str, str, str, str, EntryPoint]]:
-    """Read the facts of every plugin in one pass over the metadata, and those of each distribution once."""
-    every = entry_points()
+    """Read every plugin in one pass over the metadata, and each distribution once."""
+    every = sorted(entry_points(), key=lambda ep: (ep.name, ep.value))
     named: dict[int, tuple[str, str]] = {}
-
-    def found(kind: str, ep: EntryPoint) -> tuple[str, str, str, str, EntryPoint]:
-        if id(ep.dist) not in named:
-            named[id(ep.dist)] = (ep.dist.name, ep.dist.version) if ep.dist else ("?", "?")
-        return (ep.name, kind, *named[id(ep.dist)], ep)
-
-    return [
-        found(kind, ep)
-        for kind, group in GROUPS.items()
-        for ep in sorted(
-            (ep for ep in every if ep.group == group), key=lambda ep: (ep.name, ep.value)
-        )
-    ]
+    found = []
+    for kind, group in GROUPS.items():
+        for ep in (ep for ep in every if ep.group == group):
+            if id(ep.dist) not in named:
+                named[id(ep.dist)] = (ep.dist.name, ep.dist.version) if ep.dist else ("?", "?")
+            found.append((ep.name, kind, *named[id(ep.dist)], ep))
+    return found
 
 
 def _names(entry_point: EntryPoint, cls: type) -> bool:
@@ -342,7 +319,7 @@ def make(cls: type, label: str, options: Mapping[str, Any]) -> Any:
     """Call a plugin's class with its options.
 
     Raises:
-        UsageError: an option that its ``__init__`` does not have, or a required one that is missing.
+        UsageError: an unknown option, a missing one, or an error that ``__init__`` raised.
     """
     try:
         inspect.signature(cls).bind(**options)
@@ -355,12 +332,11 @@ def make(cls: type, label: str, options: Mapping[str, Any]) -> Any:
         return cls(**options)
     except UsageError as error:
         if str(error).startswith(label):
-            raise  # not from itself, which would be an endless chain of causes
+            raise
         raise UsageError(f"{label}: {error}") from error
     except SystemExit as error:
-        raise UsageError(
-            f"{label}: its __init__ raised SystemExit: {error}. Fix: raise geartrain.UsageError there"
-        ) from error
+        what = f"{label}: its __init__ raised SystemExit: {error}"
+        raise UsageError(f"{what}. Fix: raise geartrain.UsageError there") from error
     except Exception as error:
         error.add_note(f"raised while {label} was created")
         raise

@@ -1,4 +1,4 @@
-"""Select accelerator, devices, strategy and precision from a Trainer's arguments, and say why. Imports no torch."""
+"""Select accelerator, devices, strategy and precision, with reasons. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from geartrain.errors import UsageError
 from geartrain.errors.known import KNOWN
-from geartrain.hooks.plugin_info import LoadedPlugin
+from geartrain.hooks.plugin_info import GROUPS, LoadedPlugin
 from geartrain.launch.cluster import detect
 from geartrain.launch.rerun_command import reason_not_rerunnable
 from geartrain.planning.devices import parse_devices
@@ -17,22 +17,25 @@ from geartrain.planning.registry import InstalledPlugin, Registry
 
 #: The accelerators that ``accelerator="gpu"`` may select.
 _GPUS = ("cuda", "mps")
-#: Short forms of precisions. A number alone is mixed if weights of that size train badly, as in Lightning.
+#: Short forms of precisions, as in Lightning: ``16`` is mixed, because float16 weights train badly.
 _PRECISIONS = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 
 
-# --- accelerator ---------------------------------------------------------------------------------------------------------
+# --- accelerator ----------------------------------------------------------------------------------
 
 
 def select_accelerator(
     registry: Registry, given: Any, options: Mapping[str, Any], assume: Mapping[str, int]
 ) -> tuple[LoadedPlugin, dict[str, str]]:
-    """Return the accelerator, and why the others were passed over.
+    """Return the accelerator, and the others with the reason against each.
 
     Args:
         given: a name, ``"auto"``, ``"gpu"``, or a user's object or class.
         options: for its ``__init__``.
         assume: accelerator name -> device count, to plan for hardware that this machine lacks.
+
+    Raises:
+        UsageError: the accelerator is unknown or not usable, or none is usable.
     """
     for assumed in assume:
         registry.find("accelerator", assumed)
@@ -43,13 +46,11 @@ def select_accelerator(
     name = given.lower()
     if name in ("auto", "gpu"):
         return _best_accelerator(registry, name, options, assume)
-    strategies = {c.name.lower() for c in registry.of("strategy")} | {
-        known for kind, known in KNOWN if kind == "strategy"
-    }
-    if name in strategies and not any(c.name.lower() == name for c in registry.of("accelerator")):
-        raise UsageError(
-            f"accelerator={given!r} is a strategy. Fix: strategy={given!r} (--strategy {given})"
-        )
+    installed = {kind: {c.name.lower() for c in registry.of(kind)} for kind in GROUPS}
+    is_strategy = ("strategy", name) in KNOWN or name in installed["strategy"]
+    if is_strategy and name not in installed["accelerator"]:
+        fix = f"strategy={given!r} (--strategy {given})"
+        raise UsageError(f"accelerator={given!r} is a strategy. Fix: {fix}")
     part = registry.select("accelerator", name, options, f"--accelerator {given}")
     _check_usable(part, assume)
     return part, {}
@@ -74,7 +75,7 @@ def _best_accelerator(
     for candidate in registry.of("accelerator"):
         if name == "gpu" and candidate.name.lower() not in _GPUS:
             continue
-        # Nothing else imports plugins that were not named: accelerators must be asked.
+        # Only accelerators are imported without being named: they must be asked.
         assumed = candidate.name in assume and candidate.state == "available"
         cls = registry.load(candidate) if assumed else registry.probe(candidate)
         if cls is None:
@@ -89,58 +90,54 @@ def _best_accelerator(
         reason = f"{name!r}: the usable accelerator of the highest priority ({priority}){equal}"
         part = registry.select("accelerator", best.name, options, reason)
         for lower, candidate in rest:
-            passed[candidate.label] = (
-                f"available, but its priority {lower} is not above {best.name}'s {priority}"
-            )
+            why = f"its priority {lower} is not above {best.name}'s {priority}"
+            passed[candidate.label] = f"available, but {why}"
         return part, passed
     why = "; ".join(f"{label} is {reason}" for label, reason in passed.items())
-    raise UsageError(
-        f"accelerator={name!r}: no usable one is installed. {why or 'Fix: pip install geartrain-cuda (or geartrain-mps)'}"
-    )
+    why = why or "Fix: pip install geartrain-cuda (or geartrain-mps)"
+    raise UsageError(f"accelerator={name!r}: no usable one is installed. {why}")
 
 
 def _priority(cls: Any, candidate: InstalledPlugin) -> float:
     try:
         return priority_of(cls)
-    except UsageError as error:  # of an assumed accelerator: any other was asked
+    except UsageError as error:  # of an assumed accelerator: all others were asked before
         raise UsageError(f"{candidate.label}: {error}") from None
 
 
 def _not_installed(registry: Registry) -> dict[str, str]:
-    """Return the visible hardware of this machine whose plugin is not installed: label -> the install line."""
+    """Return this machine's hardware without a plugin: the plugin's label -> the install line."""
     installed = {candidate.name.lower() for candidate in registry.of("accelerator")}
     passed = {}
     for name, what in visible().items():
         if name not in installed:
-            distribution = KNOWN["accelerator", name]
-            passed[f"{distribution}[{name}]"] = (
-                f"not installed, though this machine has {what}. Fix: pip install {distribution}"
-            )
+            home = KNOWN["accelerator", name]
+            why = f"not installed, though this machine has {what}"
+            passed[f"{home}[{name}]"] = f"{why}. Fix: pip install {home}"
     return passed
 
 
 def select_devices(
     accelerator: LoadedPlugin, devices: Any, assume: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """Return device indices on each node, as the accelerator reads ``devices``; its method ``select_devices`` may return other indices
-    (cuda's ``auto_select`` returns free devices)."""
+    """Return device indices on each node.
+
+    The accelerator's ``select_devices`` may change them: cuda's ``auto_select`` takes free devices.
+    """
     name, plugin = accelerator.info.name, accelerator.plugin
     available = assume[name] if name in assume else plugin.device_count()
-    indices = parse_devices(
-        devices, accelerator=name, available=available, indexed=getattr(plugin, "indexed", True)
-    )
+    indexed = getattr(plugin, "indexed", True)
+    indices = parse_devices(devices, accelerator=name, available=available, indexed=indexed)
     if name not in assume and hasattr(plugin, "select_devices"):
-        if not getattr(plugin, "indexed", True):
-            raise UsageError(
-                f"{accelerator.info.label}: indexed = False and select_devices contradict each other. Fix: take out one"
-            )
-        indices = parse_devices(
-            plugin.select_devices(devices, indices), accelerator=name, available=available
-        )
+        if not indexed:
+            what = f"{accelerator.info.label}: indexed = False and select_devices"
+            raise UsageError(f"{what} contradict each other. Fix: take out one")
+        selected = plugin.select_devices(devices, indices)
+        indices = parse_devices(selected, accelerator=name, available=available)
     return tuple(indices)
 
 
-# --- strategy ------------------------------------------------------------------------------------------------------------
+# --- strategy -------------------------------------------------------------------------------------
 
 
 def select_strategy(
@@ -150,60 +147,56 @@ def select_strategy(
     devices: tuple[int, ...],
     num_nodes: int,
 ) -> tuple[LoadedPlugin, dict[str, str]]:
-    """Return the strategy, and why the others were passed over. ``"auto"`` decides by metadata and imports nothing else."""
+    """Return the strategy, and the others with the reason against each.
+
+    ``"auto"`` decides by metadata, and imports only the selected strategy.
+    """
     if not isinstance(given, str):
         return registry.adopt("strategy", given, "given as an object"), {}
     if given.lower() != "auto":
         return registry.select("strategy", given, options, f"--strategy {given}"), {}
     if len(devices) == 1 and num_nodes == 1:
         part = registry.select("strategy", "single", options, "'auto': one device needs no other")
-        return part, {
-            c.label: _why_not(c, "one device needs no strategy of several")
-            for c in registry.of("strategy")
-            if c.state != "selected"
-        }
+        return part, _others(registry, "one device needs no strategy of several")
     # ddp starts ranks by running the command again, unless a launcher has started them.
     stuck = reason_not_rerunnable() if detect() is None else None
-    others = [
-        name for kind, name in KNOWN if kind == "strategy" and num_nodes == 1 and name != "ddp"
-    ]
-    preferred = [*([] if stuck else ["ddp"]), "ddp_spawn", *others]
+    known = [name for kind, name in KNOWN if kind == "strategy"] if num_nodes == 1 else []
+    preferred = [*([] if stuck else ["ddp"]), "ddp_spawn", *(n for n in known if n != "ddp")]
+    asked, installed = f"{len(devices)} devices on {num_nodes} node(s)", registry.of("strategy")
     for name in preferred:
-        if any(c.name == name and c.state == "available" for c in registry.of("strategy")):
-            why = (
-                f"'auto': the best installed one for {len(devices)} devices on {num_nodes} node(s)"
-                + (f", where {stuck} for ddp" if stuck else "")
-            )
+        if any(c.name == name and c.state == "available" for c in installed):
+            why = f"'auto': the best installed one for {asked}"
+            why += f", where {stuck} for ddp" if stuck else ""
             part = registry.select("strategy", name, options, why)
-            return part, {
-                c.label: _why_not(c, f"{name} is preferred")
-                for c in registry.of("strategy")
-                if c.state != "selected"
-            }
-    if stuck and any(c.name == "ddp" for c in registry.of("strategy")):
+            return part, _others(registry, f"{name} is preferred")
+    needed = f"{asked} need a strategy of several processes"
+    if stuck and any(c.name == "ddp" for c in installed):
         raise UsageError(
-            f"{len(devices)} devices on {num_nodes} node(s) need a strategy of several processes. ddp would run this program's command "
-            f"again, and {stuck}. Fix: pip install geartrain-spawn (or geartrain-dp), put the program in a file, or devices=1"
+            f"{needed}. ddp would run this program's command again, and {stuck}. Fix: pip install "
+            "geartrain-spawn (or geartrain-dp), put the program in a file, or devices=1"
         )
-    raise UsageError(
-        f"{len(devices)} devices on {num_nodes} node(s) need a strategy of several processes, and none is installed. "
-        "Fix: pip install geartrain-ddp, or devices=1"
-    )
+    fix = "pip install geartrain-ddp, or devices=1"
+    raise UsageError(f"{needed}, and none is installed. Fix: {fix}")
 
 
-def _why_not(candidate: InstalledPlugin, reason: str) -> str:
-    return (
-        f"{candidate.state}: {candidate.reason}"
-        if candidate.reason
-        else f"{candidate.state}, but {reason}"
-    )
+def _others(registry: Registry, reason: str) -> dict[str, str]:
+    """Return the strategies that are not selected: label -> its own reason, or this one."""
+    others = [c for c in registry.of("strategy") if c.state != "selected"]
+    return {
+        c.label: f"{c.state}: {c.reason}" if c.reason else f"{c.state}, but {reason}"
+        for c in others
+    }
 
 
-# --- precision -----------------------------------------------------------------------------------------------------------
+# --- precision ------------------------------------------------------------------------------------
 
 
 def select_precision(registry: Registry, given: Any) -> LoadedPlugin:
-    """Return the precision: by its name, in a short form (``16`` and ``"bf16"`` are mixed, ``32`` and ``64`` are true), or an object.
+    """Return the precision.
+
+    Args:
+        given: a name, a short form (``16`` and ``"bf16"`` are mixed, ``32`` and ``64`` true), or an
+            object with hookimpls.
 
     Raises:
         UsageError: nothing installed has that name, or the object has no hookimpls.
@@ -213,9 +206,7 @@ def select_precision(registry: Registry, given: Any) -> LoadedPlugin:
     name = _PRECISIONS.get(str(given).lower(), str(given))
     known = [candidate.name for candidate in registry.of("precision")]
     if name.lower() not in (one.lower() for one in known):
-        raise UsageError(
-            f"precision={given!r} is not known. Fix: one of {', '.join(known)}; in short {', '.join(_PRECISIONS)}"
-        )
-    return registry.select(
-        "precision", name, {}, f"--precision {given}" if given != "32-true" else "the default"
-    )
+        fix = f"one of {', '.join(known)}; in short {', '.join(_PRECISIONS)}"
+        raise UsageError(f"precision={given!r} is not known. Fix: {fix}")
+    reason = f"--precision {given}" if given != "32-true" else "the default"
+    return registry.select("precision", name, {}, reason)

@@ -1,7 +1,7 @@
-"""What plugins import: the one door to core, beside ``geartrain`` itself.
+"""The names of core that plugins may import, besides those of ``geartrain``.
 
-Names that need torch are imported when they are first used, so a plugin that only reads files or metadata never pays for torch. Anything
-that is listed neither here nor in ``with_torch`` is internal and may change without notice.
+Names that need torch are imported when they are first used. A name that is listed neither here nor
+in ``with_torch`` is internal and may change without notice.
 """
 
 from __future__ import annotations
@@ -80,6 +80,5 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     with_torch = import_module(f"{__name__}.with_torch")
     own = {"Any", "TYPE_CHECKING", "annotations", "import_module", "with_torch"}
-    return sorted(
-        name for name in {*globals(), *vars(with_torch)} - own if not name.startswith("_")
-    )
+    names = {*globals(), *vars(with_torch)} - own
+    return sorted(name for name in names if not name.startswith("_"))
