@@ -161,10 +161,7 @@ def test_rank_0_is_ended_if_it_hangs_in_leaving_its_group(tmp_path):
         tmp_path, "SIGKILL", 1, "train", HANGS_LEAVING="1", GEARTRAIN_PATIENCE="grace=1"
     ) as run:
         assert ends_after_fault(run, tmp_path, 1) > 0
-        assert (
-            "geartrain: rank 1 was ended by SIGKILL. This rank did not end within "
-            in run.err
-        )
+        assert "geartrain: rank 1 was ended by SIGKILL. This rank did not end within " in run.err
     assert {"on_exception-0", "teardown-0"} <= marks(tmp_path)
 
 

@@ -71,8 +71,6 @@ def test_ranks_predict_what_one_process_predicts(tmp_path):
         }
         assert sorted(torch.cat(kept["shuffled"]).tolist()) == list(range(0, 100, 2))
         assert [len(batch) for batch in kept["shuffled"]] == [3] * 16 + [2]
-    assert (
-        "predict returns the outputs of rank 0, then those of rank 1" in ranks[0].printed
-    )
+    assert "predict returns the outputs of rank 0, then those of rank 1" in ranks[0].printed
     of_command_line = torch.load(tmp_path / "out" / "predictions.pt", weights_only=True)
     assert equal(of_command_line, expected["uneven"])
