@@ -44,7 +44,7 @@ MODULE_SECTIONS = {
 HOOKS_INTRO = """\
 # The hooks
 
-<!-- docs/make_reference.py writes this page from core/src/geartrain/hookspecs.py. Edit that file. -->
+<!-- docs/make_reference.py writes this page. Edit core/src/geartrain/hookspecs.py instead. -->
 
 This page lists all hooks, with their arguments and results. [How a run flows](how-a-run-flows.md)
 shows their order, and [Write a plugin](write-a-plugin.md) how to use them.

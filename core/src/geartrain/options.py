@@ -16,7 +16,7 @@ _MAX_EPOCHS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The loop's options. :class:`geartrain.Trainer` documents them, and its signature repeats them because people read it."""
+    """The loop's options, as :class:`geartrain.Trainer` documents them."""
 
     max_epochs: int = _MAX_EPOCHS
     max_steps: int = -1
@@ -39,10 +39,10 @@ class Options:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Options:
-        """Return the options among a Trainer's arguments. ``fast_dev_run`` sets all that says how much to run.
+        """Return the options among a Trainer's arguments. ``fast_dev_run`` sets every limit.
 
         Raises:
-            UsageError: a value that cannot be.
+            UsageError: a wrong value.
         """
         options = {field.name: arguments[field.name] for field in fields(cls)}
         batches = options["fast_dev_run"]
@@ -81,7 +81,8 @@ class Options:
         _check_limit("val_check_interval", self.val_check_interval, least=1)
         if not self.val_check_interval:
             raise UsageError(
-                f"val_check_interval={self.val_check_interval!r}: a fraction of an epoch above 0.0, or a number of batches."
+                f"val_check_interval={self.val_check_interval!r} never validates. "
+                "Fix: use a fraction of an epoch above 0.0, or a number of batches"
             )
         _check_least("max_epochs", self.max_epochs, -1)
         _check_least("max_steps", self.max_steps, -1)
@@ -93,11 +94,13 @@ class Options:
             _check_least("check_val_every_n_epoch", self.check_val_every_n_epoch, 1)
         elif isinstance(self.val_check_interval, float):
             raise UsageError(
-                "check_val_every_n_epoch=None counts batches across epochs: val_check_interval must be a whole number of batches."
+                "check_val_every_n_epoch=None counts batches across epochs. "
+                "Fix: set val_check_interval to a whole number of batches"
             )
         if self.gradient_clip_algorithm not in ("norm", "value"):
             raise UsageError(
-                f"gradient_clip_algorithm={self.gradient_clip_algorithm!r}: it is 'norm' or 'value'."
+                f"gradient_clip_algorithm={self.gradient_clip_algorithm!r} is unknown. "
+                "Fix: use 'norm' or 'value'"
             )
         clip = self.gradient_clip_val
         if clip is not None and (
@@ -137,7 +140,8 @@ def _check_limit(name: str, value: Any, least: int = 0) -> None:
         return
     if isinstance(value, float) and not 0.0 <= value <= 1.0:
         raise UsageError(
-            f"{name}={value!r}: a fraction lies between 0.0 and 1.0; a number of batches is a whole number."
+            f"{name}={value!r}: a fraction is between 0.0 and 1.0. "
+            "Fix: use such a fraction, or a whole number of batches"
         )
     if (
         isinstance(value, bool)
@@ -146,7 +150,8 @@ def _check_limit(name: str, value: Any, least: int = 0) -> None:
         or (isinstance(value, int) and value < least)
     ):
         raise UsageError(
-            f"{name}={value!r} must be a number of batches (at least {least}) or a fraction between 0.0 and 1.0."
+            f"{name}={value!r} must be a number of batches (at least {least}) "
+            "or a fraction between 0.0 and 1.0."
         )
 
 
@@ -164,8 +169,7 @@ def refuse_unknown(of: str, unknown: Iterable[str], function: Callable[..., Any]
     answers = []
     for name in unknown:
         instead = hint(f"{of}()", name)
-        answers.append(
-            f"{of} has no argument {name!r}. {f'Write: {instead}' if instead else nearest(name, known)}"
-        )
+        answer = f"Write: {instead}" if instead else nearest(name, known)
+        answers.append(f"{of} has no argument {name!r}. {answer}")
     if answers:
         raise UsageError("\n".join(answers))

@@ -31,7 +31,7 @@ class MineAccelerator:
         self.threads = threads
         self._before = torch.get_num_threads()
 
-    # --- before a run: the process may still fork, so do not initialise a device here ---------------
+    # --- before a run: the process may still fork, so do not initialise a device here -----------
 
     @staticmethod
     def unavailable() -> str | None:
