@@ -1,4 +1,4 @@
-"""NVML and torch as they would be on a machine with GPUs."""
+"""Fixtures that simulate NVML and torch on a machine with GPUs."""
 
 import os
 import sys
@@ -22,7 +22,10 @@ _OURS = (
 
 @pytest.fixture(autouse=True)
 def _as_after_a_start(monkeypatch, request):
-    """Each test begins as a program does, and leaves no variable behind. On a real GPU what is set stays: it says which are ours."""
+    """Start each test as a new program without our variables, and restore them afterwards.
+
+    Tests on a real GPU keep the variables, which select the GPUs for the tests.
+    """
     if request.node.get_closest_marker("cuda"):
         yield
         return
@@ -39,7 +42,7 @@ def _as_after_a_start(monkeypatch, request):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """``machine(FakeGPU(...), ...)`` puts GPUs in; a number makes so many of one model. Gives the fake NVML."""
+    """``machine(FakeGPU(...), ...)`` and ``machine(2)`` add GPUs and return the fake NVML."""
 
     def put(*gpus, **more):
         if gpus and isinstance(gpus[0], int):
@@ -54,7 +57,7 @@ def machine(monkeypatch):
 
 @pytest.fixture
 def counts(monkeypatch):
-    """``counts(2)``: what torch counts in a process of its own, on a machine where there is something to count."""
+    """``counts(2)``: let torch count two GPUs in another process."""
 
     def put(number):
         monkeypatch.setattr(usable, "_can_have_any", lambda: True)

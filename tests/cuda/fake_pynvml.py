@@ -1,6 +1,6 @@
-"""Stands where ``pynvml`` does, for GPUs that are not here: the real one's constants, errors and signatures, invented figures.
+"""A fake ``pynvml`` with the real constants, errors and signatures, and invented figures.
 
-A handle must be used while the NVML that gave it is open, and in the process that opened it; anything else fails the test.
+A test fails if it uses a handle after its session, or in another process than the handle's.
 """
 
 import itertools
@@ -20,9 +20,9 @@ class FakeGPU:
     #: (pid, bytes or None)
     processes: list = field(default_factory=list)
     mode: int = real.NVML_COMPUTEMODE_DEFAULT
-    #: MIG instances, or None where MIG is off.
+    #: MIG instances, or None if MIG is off.
     instances: list | None = None
-    #: A MIG instance's place.
+    #: The place of a MIG instance.
     gi: int = 0
     ci: int = 0
     used: int = 1000 * MIB
@@ -30,9 +30,9 @@ class FakeGPU:
     capability: tuple = (9, 0)
     clock_reasons: int = 0
     ecc: tuple = (0, 0)
-    #: KiB over all NVLinks at each reading: (sent, received); None where there are no links.
+    #: KiB over all NVLinks at each reading: (sent, received); None without NVLink.
     links: object = None
-    #: function -> NVML error code that it answers with.
+    #: function -> the NVML error code that it raises.
     errors: dict = field(default_factory=dict)
 
 
@@ -52,13 +52,13 @@ class FakeNVML(types.ModuleType):
             if name.startswith(("NVML_", "NVMLError", "nvmlMemory_v", "nvmlClocks")):
                 setattr(self, name, value)
         self.gpus, self.driver, self.cuda, self.names = list(gpus), driver, cuda, names or {}
-        #: What nvmlInit answers with, and what other functions of the whole system do.
+        #: The error code of nvmlInit, and those of other functions for the whole system.
         self.error, self.errors = error, errors or {}
         self.opened = self.depth = 0
-        #: Every function that was called.
+        #: All calls of functions.
         self.calls = []
 
-    # --- what every function does ----------------------------------------------------------------------------------------
+    # --- parts of every function ------------------------------------------------------------------
 
     def _system(self, function):
         self.calls.append(function)
@@ -69,10 +69,8 @@ class FakeNVML(types.ModuleType):
     def _gpu(self, function, handle):
         self._system(function)
         assert isinstance(handle, Handle), f"{function}({handle!r})"
-        assert handle.opened == self.opened, f"{function}: a handle of a session that is closed"
-        assert handle.pid == os.getpid(), (
-            f"{function}: a handle of the process that this one was forked from"
-        )
+        assert handle.opened == self.opened, f"{function}: a handle of a closed session"
+        assert handle.pid == os.getpid(), f"{function}: a handle of the parent of this process"
         if function in handle.gpu.errors:
             raise real.NVMLError(handle.gpu.errors[function])
         return handle.gpu
@@ -80,7 +78,7 @@ class FakeNVML(types.ModuleType):
     def _handle(self, gpu):
         return Handle(gpu, self.opened, os.getpid())
 
-    # --- the system ------------------------------------------------------------------------------------------------------
+    # --- the system -------------------------------------------------------------------------------
 
     def nvmlInit(self):
         if self.error is not None:
@@ -117,7 +115,7 @@ class FakeNVML(types.ModuleType):
             raise real.NVMLError(gpu.errors["nvmlDeviceGetHandleByIndex"])
         return self._handle(gpu)
 
-    # --- one GPU ---------------------------------------------------------------------------------------------------------
+    # --- one GPU ----------------------------------------------------------------------------------
 
     def nvmlDeviceGetUUID(self, handle):
         return self._gpu("nvmlDeviceGetUUID", handle).uuid
@@ -129,7 +127,7 @@ class FakeNVML(types.ModuleType):
         gpu = self._gpu("nvmlDeviceGetMemoryInfo", handle)
         if version and "v2" in gpu.errors:
             raise real.NVMLError(gpu.errors["v2"])
-        # As NVML has it: without a version, what the driver keeps for itself counts as used.
+        # As in NVML: without a version, ``used`` includes the driver's reserved memory.
         used = gpu.used if version else gpu.used + 500 * MIB
         return types.SimpleNamespace(total=gpu.total, used=used, free=gpu.total - used)
 
@@ -179,25 +177,21 @@ class FakeNVML(types.ModuleType):
 
     def nvmlDeviceGetFieldValues(self, handle, fieldIds):
         gpu = self._gpu("nvmlDeviceGetFieldValues", handle)
-        order = [
-            real.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX,
-            real.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX,
-        ]
+        prefix = "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_"
+        order = [getattr(real, prefix + way) for way in ("TX", "RX")]
         if gpu.links is not None and isinstance(gpu.links, list):
             gpu.links = itertools.chain(gpu.links)
         now = None if gpu.links is None else next(gpu.links)
         values = (real.c_nvmlFieldValue_t * len(fieldIds))()
         for value, (name, scope) in zip(values, fieldIds, strict=True):
             assert scope == 0xFFFFFFFF
-            value.fieldId, value.nvmlReturn = (
-                name,
-                real.NVML_SUCCESS if now else real.NVML_ERROR_NOT_SUPPORTED,
-            )
+            value.fieldId = name
+            value.nvmlReturn = real.NVML_SUCCESS if now else real.NVML_ERROR_NOT_SUPPORTED
             if now:
                 value.value.ullVal = now[order.index(name)]
         return values
 
-    # --- MIG -------------------------------------------------------------------------------------------------------------
+    # --- MIG --------------------------------------------------------------------------------------
 
     def nvmlDeviceGetMigMode(self, device):
         gpu = self._gpu("nvmlDeviceGetMigMode", device)
@@ -222,7 +216,7 @@ class FakeNVML(types.ModuleType):
 
 
 def functions(module):
-    """The NVML functions of a module, fake or real."""
+    """Return the names of NVML functions of a module, fake or real."""
     return {
         name for name in dir(module) if name.startswith("nvml") and callable(getattr(module, name))
     }

@@ -1,8 +1,9 @@
-"""Streams that keep account of what is ordered before what, and memory that is handed out again as soon as it is free.
+"""Fake CUDA streams that detect missing waits, and fake memory that is reused at once.
 
-Each stream has a vector clock: how much of every stream is certain to be done when its next work starts. Every access to a block of
-memory must be ordered after the accesses that it must not overlap; one that is not is a :class:`Race`, whether or not a GPU would have
-shown it. The allocator is the harshest there can be: a block that is let go is the next one given out on its stream.
+Each stream has a vector clock: the work of every stream that is certainly done when the stream's
+next work starts. Each access to a block of memory must be ordered after the accesses that it must
+not overlap. Otherwise it raises :class:`Race`, even if a GPU would not show the error. The
+allocator is the strictest possible: a freed block is the next block that its stream gets.
 """
 
 import contextlib
@@ -13,11 +14,11 @@ import torch
 
 
 class Race(AssertionError):
-    """Two accesses that no wait orders."""
+    """Two accesses without a wait between them."""
 
 
 class GPU:
-    """``torch.cuda`` as far as batches need it; one device."""
+    """The part of ``torch.cuda`` that batches need, for one device."""
 
     def __init__(self, monkeypatch):
         self.compute = Stream(self)
@@ -27,9 +28,8 @@ class GPU:
         monkeypatch.setattr(torch.cuda, "Stream", self._new_stream)
         monkeypatch.setattr(torch.cuda, "stream", self._enter)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.stack[-1])
-        monkeypatch.setattr(
-            torch.cuda, "synchronize", lambda *_: pytest.fail("the CPU waits for the GPU")
-        )
+        waits = "the CPU waits for the GPU"
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail(waits))
 
     def _new_stream(self, device=None):
         self.streams.append(Stream(self))
@@ -48,7 +48,7 @@ class GPU:
         return self.stack[-1]
 
     def allocate(self):
-        """A block of the current stream's pool: the one that was let go last, if there is one."""
+        """Return memory of the current stream's pool: the block that was freed last, if any."""
         stream = self.current
         block = Block(next(self.numbers)) if not self.free.get(stream) else self.free[stream].pop()
         return Tensor(self, stream, block)
@@ -60,7 +60,7 @@ class Block:
 
 
 class Tensor:
-    """Memory on the GPU; its block goes back to its stream's pool when nothing refers to it any more."""
+    """Memory on the GPU; its block returns to its stream's pool after the last reference."""
 
     def __init__(self, gpu, stream, block):
         self.gpu, self.stream, self.block, self.value = gpu, stream, block, None
@@ -78,7 +78,7 @@ class Tensor:
         return self.value
 
     def to(self, device):
-        """A copy, on the current stream, as an object's own ``to`` may make one of what is on the GPU already."""
+        """Return a copy, on the current stream, as an object's ``to`` may return."""
         value = self.read()
         copy = self.gpu.allocate()
         copy.write(value)
@@ -89,9 +89,10 @@ class Tensor:
         stream.advance()
         for other, when, wrote in self.block.accesses:
             if (writes or wrote) and stream.clock.get(other, 0) < when:
-                kind = f"{'writes' if writes else 'reads'} block {self.block.number}, which another {'writes' if wrote else 'reads'}"
+                mine, theirs = ("writes" if one else "reads" for one in (writes, wrote))
                 raise Race(
-                    f"stream {self.gpu.streams.index(stream)} {kind} with nothing between them"
+                    f"stream {self.gpu.streams.index(stream)} {mine} block {self.block.number}, "
+                    f"which another {theirs}, without a wait between them"
                 )
         self.block.accesses.append((stream, stream.clock[stream], writes))
 
@@ -119,7 +120,7 @@ class Stream:
 
 
 class CPUBatch:
-    """What a loader gives: an object that knows only how to go to a device."""
+    """A loader's batch: an object that has only ``pin_memory`` and ``to``."""
 
     def __init__(self, gpu, value):
         self.gpu, self.value, self.pinned = gpu, value, False

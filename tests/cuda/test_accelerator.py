@@ -1,4 +1,4 @@
-"""The accelerator in a trainer: its options, its plan, set-up and tear-down, and a whole training through its batches."""
+"""The accelerator in a trainer: options, plan, set-up, tear-down, and training with its batches."""
 
 import functools
 import inspect
@@ -23,21 +23,20 @@ from geartrain_cuda.settings import Settings
 from .fake_pynvml import FakeGPU
 from .fake_streams import GPU
 
-# --- options -------------------------------------------------------------------------------------------------------------
+# --- options --------------------------------------------------------------------------------------
 
 
 def test_every_option_is_documented_and_typed():
+    documented = inspect.cleandoc(CUDAAccelerator.__doc__)
     for name, parameter in inspect.signature(CUDAAccelerator).parameters.items():
-        assert f"\n        {name}: " in inspect.cleandoc(CUDAAccelerator.__doc__).replace(
-            "\n    ", "\n        "
-        )
+        assert f"\n    {name}: " in documented
         assert parameter.annotation is not parameter.empty
 
 
 @pytest.mark.parametrize(
     "option", [{"prefetch": -1}, {"prefetch": 1.5}, {"prefetch": True}, {"matmul_precision": "low"}]
 )
-def test_options_that_mean_nothing_are_refused(option):
+def test_invalid_options_are_refused(option):
     (name,) = option
     with pytest.raises(UsageError, match=name):
         CUDAAccelerator(**option)
@@ -53,16 +52,12 @@ def test_the_trainer_names_the_option(machine):
 
 @pytest.fixture
 def globals_():
-    """torch's settings now, put back after the test."""
+    """Return a function that reads torch's settings; restore them after the test."""
     cudnn = torch.backends.cudnn
 
     def read():
-        return (
-            torch.get_float32_matmul_precision(),
-            cudnn.benchmark,
-            cudnn.deterministic,
-            cudnn.allow_tf32,
-        )
+        matmul = torch.get_float32_matmul_precision()
+        return matmul, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32
 
     before, nodes = read(), precisions()
     yield read
@@ -83,12 +78,10 @@ def node(path):
 
 
 def precisions():
-    """What holds now, above and below; nothing where torch has no such settings."""
-    return {
-        path: node(path).fp32_precision
-        for path in NODES
-        if hasattr(torch.backends, "fp32_precision")
-    }
+    """Return the current precision of each node; an empty dictionary if torch has none."""
+    if not hasattr(torch.backends, "fp32_precision"):
+        return {}
+    return {path: node(path).fp32_precision for path in NODES}
 
 
 def set_precisions(values):
@@ -104,7 +97,7 @@ WANTED = {
 }
 
 
-def test_settings_are_torchs_for_the_length_of_a_run(globals_):
+def test_settings_are_applied_during_a_run_and_restored(globals_):
     before = globals_()
     settings = Settings(**WANTED)
     for _ in range(2):
@@ -116,7 +109,7 @@ def test_settings_are_torchs_for_the_length_of_a_run(globals_):
         assert globals_() == before
 
 
-def test_what_is_not_asked_for_is_not_touched(globals_):
+def test_settings_of_none_are_not_changed(globals_):
     before = globals_()
     settings = Settings(**dict.fromkeys(WANTED))
     settings.apply()
@@ -133,8 +126,8 @@ def test_what_is_not_asked_for_is_not_touched(globals_):
 @pytest.mark.parametrize(
     "set_before", [{}, {"": "ieee"}, {"cuda.matmul": "ieee"}, {"mkldnn.matmul": "ieee"}]
 )
-def test_precisions_of_both_generations_come_back(globals_, set_before, asked):
-    """Also that a setting above reaches what it reached before."""
+def test_precisions_of_both_generations_are_restored(globals_, set_before, asked):
+    """Afterwards, the top node changes the same nodes as before."""
     torch.backends.cudnn.allow_tf32 = True
     if "" in set_before and "cudnn_allow_tf32" in asked:
         set_before = {**set_before, "cudnn.conv": "tf32", "cudnn.rnn": "tf32"}
@@ -160,8 +153,8 @@ def test_precisions_of_both_generations_come_back(globals_, set_before, asked):
 
 
 @needs_tree
-def test_what_is_so_already_is_not_written(globals_):
-    """cuDNN's own TF32, which gives way to what is set above it, cannot be written again."""
+def test_a_setting_that_is_already_set_is_not_written(globals_):
+    """cuDNN's default TF32, which nodes above override, cannot be written again."""
     code = """
 import torch
 from geartrain_cuda.settings import Settings
@@ -187,13 +180,14 @@ print(torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_
         ({"cudnn.conv": "ieee"}, {"cudnn_allow_tf32": False}),
     ],
 )
-def test_settings_beside_torchs_newer_ones_are_refused_before_a_run(
+def test_settings_that_contradict_torchs_newer_ones_are_refused_before_a_run(
     machine, globals_, set_before, asked
 ):
     machine(1)
     set_precisions(set_before)
     (name,) = asked
-    words = rf"geartrain-cuda\[cuda\]: {name}=.* cannot be set, because this program .*fp32_precision.*Fix: leave out {name}, and set"
+    words = rf"geartrain-cuda\[cuda\]: {name}=.* cannot be set, because this program .*"
+    words += rf"fp32_precision.*Fix: leave out {name}, and set"
     with pytest.raises(UsageError, match=words):
         gt.Trainer(accelerator="cuda", strategy="single", accelerator_options=asked).check(Net())
     before = precisions()
@@ -202,7 +196,7 @@ def test_settings_beside_torchs_newer_ones_are_refused_before_a_run(
     assert precisions() == before
 
 
-# --- the plan ------------------------------------------------------------------------------------------------------------
+# --- the plan -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -216,7 +210,7 @@ def test_settings_beside_torchs_newer_ones_are_refused_before_a_run(
         (range(2), (0, 1)),
     ],
 )
-def test_the_grammar_of_devices(machine, devices, means):
+def test_devices_are_read_by_the_grammar(machine, devices, means):
     machine(4)
     assert gt.Trainer(accelerator="cuda", devices=devices, strategy="dp").plan.devices == means
 
@@ -225,7 +219,7 @@ def test_the_grammar_of_devices(machine, devices, means):
     ("devices", "words"),
     [(9, "asked for 9, only [0, 1, 2, 3] are visible"), ([1, 1], "unique"), (0, "zero devices")],
 )
-def test_devices_that_are_not_there(machine, devices, words):
+def test_devices_that_do_not_exist_are_refused(machine, devices, words):
     machine(4)
     with pytest.raises(UsageError) as caught:
         gt.Trainer(accelerator="cuda", devices=devices)
@@ -233,22 +227,19 @@ def test_devices_that_are_not_there(machine, devices, words):
 
 
 @pytest.mark.parametrize("name", ["auto", "gpu", "cuda", "CUDA"])
-def test_cuda_is_taken_where_it_can_serve(machine, name):
+def test_cuda_is_chosen_if_it_can_be_used(machine, name):
     machine(1)
     plan = gt.Trainer(accelerator=name).plan
-    assert (plan.accelerator.name, plan.accelerator.distribution, plan.devices) == (
-        "cuda",
-        "geartrain-cuda",
-        (0,),
-    )
+    assert plan.accelerator.name == "cuda"
+    assert plan.accelerator.distribution == "geartrain-cuda"
+    assert plan.devices == (0,)
 
 
-def test_where_it_cannot_the_reason_is_said(machine, counts):
+def test_the_error_has_the_reason_if_cuda_cannot_be_used(machine, counts):
     machine(error=pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
     counts(0)
-    with pytest.raises(
-        UsageError, match=r"geartrain-cuda\[cuda\] cannot be used here: NVML: Driver Not Loaded"
-    ):
+    message = r"geartrain-cuda\[cuda\] cannot be used here: NVML: Driver Not Loaded"
+    with pytest.raises(UsageError, match=message):
         gt.Trainer(accelerator="cuda")
     plan = gt.Trainer(accelerator="auto", devices=1).plan
     assert plan.accelerator.name == "cpu"
@@ -261,13 +252,10 @@ def test_its_priority_is_above_mps_and_below_tpu():
 
 def test_auto_select_through_the_trainer(machine):
     machine(FakeGPU("GPU-a", processes=[(1, None)]), FakeGPU("GPU-b"), FakeGPU("GPU-c"))
-    assert gt.Trainer(
-        accelerator="cuda", devices=2, strategy="dp", accelerator_options={"auto_select": True}
-    ).plan.devices == (1, 2)
+    options = {"strategy": "dp", "accelerator_options": {"auto_select": True}}
+    assert gt.Trainer(accelerator="cuda", devices=2, **options).plan.devices == (1, 2)
     with pytest.raises(UsageError, match=r"only 2 of 3 GPUs are free \(\[1, 2\]\).*pid 1"):
-        gt.Trainer(
-            accelerator="cuda", devices=3, strategy="dp", accelerator_options={"auto_select": True}
-        )
+        gt.Trainer(accelerator="cuda", devices=3, **options)
 
 
 def plan_of(layout, devices):
@@ -298,7 +286,7 @@ def cuda_choice():
         (Layout(2, 2), False),
     ],
 )
-def test_no_more_processes_than_gpus(layout, right):
+def test_more_processes_than_gpus_are_refused(layout, right):
     plan: Plan = plan_of(layout, (0, 1))
     if right:
         CUDAAccelerator().check_plan(plan)
@@ -312,70 +300,54 @@ def test_settings_that_contradict_each_other_are_refused(machine, deterministic)
     machine(1)
     options = {"accelerator": "cuda", "strategy": "single", "deterministic": deterministic}
     gt.Trainer(**options, accelerator_options={"cudnn_benchmark": False}).check(Net())
-    with pytest.raises(
-        UsageError, match=r"geartrain-cuda\[cuda\]: cudnn_benchmark=True .*Fix: leave one"
-    ):
+    message = r"geartrain-cuda\[cuda\]: cudnn_benchmark=True .*Fix: leave one"
+    with pytest.raises(UsageError, match=message):
         gt.Trainer(**options, accelerator_options={"cudnn_benchmark": True}).check(Net())
 
 
 @pytest.mark.parametrize(
     ("strategy", "processes"), [("ddp", 4), ("ddp_spawn", 4), ("ddp2", 1), ("dp", 1)]
 )
-def test_strategies_can_be_planned_for_gpus_that_are_not_here(strategy, processes):
-    """Also where this machine's torch has no nccl."""
+def test_strategies_can_be_planned_for_assumed_gpus(strategy, processes):
+    """Also if this machine's torch has no nccl."""
     trainer = gt.Trainer(accelerator="cuda", assume={"cuda": 4}, strategy=strategy)
     assert trainer.check(Net()).processes == processes
     assert trainer.plan.assumed
 
 
-def test_a_backend_that_torch_lacks_is_refused_for_gpus_that_are_here(machine):
+def test_a_backend_that_torch_lacks_is_refused_for_existing_gpus(machine):
     machine(2)
     options = {"process_group_backend": "ucc"}
-    with pytest.raises(
-        UsageError,
-        match=r"geartrain-ddp\[ddp\]: process_group_backend='ucc' cannot be used on cuda",
-    ):
+    message = r"geartrain-ddp\[ddp\]: process_group_backend='ucc' cannot be used on cuda"
+    with pytest.raises(UsageError, match=message):
         gt.Trainer(accelerator="cuda", strategy="ddp", strategy_options=options).check(Net())
 
 
 def test_explain_on_the_command_line(tmp_path):
-    """In a process of its own, as a user types it; the GPUs are assumed."""
+    """Run explain in another process, as a user does; the GPUs are assumed."""
     target = tmp_path / "net.py"
     target.write_text(
-        "import geartrain as gt\n\nclass Net(gt.Module):\n    def training_step(self, batch, batch_idx): pass\n"
+        "import geartrain as gt\n\nclass Net(gt.Module):\n"
+        "    def training_step(self, batch, batch_idx): pass\n"
         "    def configure_optimizers(self): pass\n"
     )
-    words = [
-        "explain",
-        target,
-        "--accelerator",
-        "cuda",
-        "--assume",
-        "cuda=4",
-        "--strategy",
-        "ddp",
-        "--accelerator.prefetch",
-        "2",
-        "--json",
-    ]
+    words = "--accelerator cuda --assume cuda=4 --strategy ddp --accelerator.prefetch 2 --json"
     code = "import sys; from geartrain.commands import main; sys.exit(main())"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    command = [sys.executable, "-c", code, "explain", target, *words.split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert '"cuda"' in done.stdout
 
 
-# --- set-up and tear-down ------------------------------------------------------------------------------------------------
+# --- set-up and tear-down -------------------------------------------------------------------------
 
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """``torch.cuda`` as far as set-up needs it: what was called, in order; ``cuda.fails[index]`` is what a context there raises."""
+    """Fake the parts of ``torch.cuda`` that set-up needs.
+
+    ``cuda.calls`` has the calls in order; ``cuda.fails[index]`` is the error of a context on a GPU.
+    """
     fake = types.SimpleNamespace(calls=[], fails={}, initialized=False, current=0)
 
     def zeros(size, device):
@@ -405,14 +377,11 @@ def run_of(devices, each=1):
 
 
 def test_each_process_takes_its_own_gpus(cuda):
-    assert [CUDAAccelerator().setup_device(run_of((3, 1)), rank) for rank in (0, 1)] == [
-        torch.device("cuda", 3),
-        torch.device("cuda", 1),
-    ]
+    devices = [CUDAAccelerator().setup_device(run_of((3, 1)), rank) for rank in (0, 1)]
+    assert devices == [torch.device("cuda", 3), torch.device("cuda", 1)]
     assert cuda.calls == [("set", 3), ("context", 3), ("set", 1), ("context", 1)]
-    assert CUDAAccelerator().setup_device(run_of((5, 2, 7, 4), each=2), 1) == torch.device(
-        "cuda", 7
-    )
+    device = CUDAAccelerator().setup_device(run_of((5, 2, 7, 4), each=2), 1)
+    assert device == torch.device("cuda", 7)
     assert cuda.current == 7
 
 
@@ -424,7 +393,7 @@ MODELS = {0: ("NVIDIA H200", 9), 1: ("Tesla T4", 7), 2: ("Tesla V100", 7), 3: ("
     [
         ("bf16-mixed", (0, 1, 2, 3), 0, None, "cuda:1 (Tesla T4), cuda:2 (Tesla V100)"),
         ("bf16-true", (2,), 0, None, "cuda:2 (Tesla V100)"),
-        ("bf16-mixed", (0, 1), 1, None, None),  # the node's first rank says it
+        ("bf16-mixed", (0, 1), 1, None, None),  # the node's first rank warns
         ("bf16-mixed", (0, 3), 0, None, None),
         ("bf16-mixed", (1,), 0, "6.4", None),
         ("16-mixed", (1,), 0, None, None),
@@ -440,23 +409,21 @@ def test_bfloat16_without_the_hardware_is_warned_of(
     monkeypatch.setattr(torch.version, "hip", hip)
     run = run_of(devices)
     run.plan.precision.name = precision
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         CUDAAccelerator().setup_device(run, rank)
     if named is None:
-        assert said == []
+        assert caught == []
         return
-    (warning,) = map(str, (one.message for one in said))
-    assert (
-        f"geartrain-cuda[cuda]: precision {precision} is emulated, without a gain in speed, on {named}: "
-        in warning
-    )
+    (warning,) = map(str, (one.message for one in caught))
+    assert f"geartrain-cuda[cuda]: precision {precision} is emulated" in warning
+    assert f"without a gain in speed, on {named}: " in warning
     assert warning.endswith("Fix: --precision 16-mixed")
 
 
 @pytest.mark.parametrize("pin_memory", [True, False])
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_batches_are_pinned_however_far_ahead(monkeypatch, cuda, pin_memory, prefetch):
+def test_batches_are_pinned_with_and_without_prefetch(monkeypatch, cuda, pin_memory, prefetch):
     pinned = []
 
     class Batch:
@@ -478,13 +445,13 @@ def test_batches_are_pinned_however_far_ahead(monkeypatch, cuda, pin_memory, pre
     assert pinned == batches * pin_memory
 
 
-def test_a_rank_too_many_has_no_gpu(cuda):
+def test_more_ranks_than_gpus_are_refused(cuda):
     with pytest.raises(TrainingError, match="local rank 2 has no GPU"):
         CUDAAccelerator().setup_device(run_of((0, 1)), 2)
     assert cuda.calls == []
 
 
-def test_tear_down_puts_everything_back(cuda, globals_):
+def test_tear_down_restores_settings_and_device(cuda, globals_):
     before, accelerator = globals_(), CUDAAccelerator(**WANTED)
     cuda.initialized, cuda.current = True, 5
     accelerator.setup_device(run_of((1,)), 0)
@@ -498,14 +465,14 @@ def test_tear_down_puts_everything_back(cuda, globals_):
     assert cuda.calls == []
 
 
-def test_no_context_is_made_on_the_first_gpu_where_cuda_was_not_in_use(cuda):
+def test_no_context_is_created_on_the_first_gpu_if_cuda_was_not_in_use(cuda):
     accelerator = CUDAAccelerator()
     accelerator.setup_device(run_of((1,)), 0)
     accelerator.teardown_device()
     assert ("set", 0) not in cuda.calls
 
 
-def test_tear_down_after_a_set_up_that_failed_halfway(cuda, machine, globals_):
+def test_tear_down_restores_settings_after_a_failed_set_up(cuda, machine, globals_):
     machine(2)
     before, accelerator = globals_(), CUDAAccelerator(**WANTED)
     cuda.fails[1] = RuntimeError("CUDA error: out of memory")
@@ -516,7 +483,7 @@ def test_tear_down_after_a_set_up_that_failed_halfway(cuda, machine, globals_):
     assert ("wait", 1) not in cuda.calls
 
 
-def test_settings_come_back_although_the_gpu_has_failed(cuda, globals_, monkeypatch):
+def test_settings_are_restored_although_the_gpu_has_failed(cuda, globals_, monkeypatch):
     before, accelerator = globals_(), CUDAAccelerator(**WANTED)
     accelerator.setup_device(run_of((0,)), 0)
 
@@ -524,21 +491,16 @@ def test_settings_come_back_although_the_gpu_has_failed(cuda, globals_, monkeypa
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     monkeypatch.setattr(torch.cuda, "synchronize", failed)
-    with pytest.raises(
-        RuntimeError, match="device-side assert"
-    ):  # a run whose last steps failed has failed
+    # If the last steps have failed, the run has failed.
+    with pytest.raises(RuntimeError, match="device-side assert"):
         accelerator.teardown_device()
     assert globals_() == before
 
 
-def test_a_gpu_that_takes_no_context_is_named_with_its_processes(cuda, machine):
-    machine(
-        FakeGPU("GPU-a"),
-        FakeGPU(
-            "GPU-b", processes=[(1, 900 * 2**20)], mode=pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS
-        ),
-        names={1: "init"},
-    )
+def test_a_gpu_that_accepts_no_context_is_named_with_its_processes(cuda, machine):
+    mode = pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS
+    taken = FakeGPU("GPU-b", processes=[(1, 900 * 2**20)], mode=mode)
+    machine(FakeGPU("GPU-a"), taken, names={1: "init"})
     cuda.fails[1] = RuntimeError(
         "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nmore lines"
     )
@@ -553,14 +515,14 @@ def test_a_gpu_that_takes_no_context_is_named_with_its_processes(cuda, machine):
     assert "more lines" not in str(caught.value)
 
 
-def test_a_gpu_that_is_not_there(cuda, machine):
+def test_a_gpu_that_does_not_exist_is_refused(cuda, machine):
     machine(1)
     cuda.fails[3] = RuntimeError("CUDA error: invalid device ordinal")
     with pytest.raises(TrainingError, match="there is no GPU 3; 1 are visible"):
         CUDAAccelerator().setup_device(run_of((3,)), 0)
 
 
-# --- a whole training through its batches --------------------------------------------------------------------------------
+# --- a whole training with its batches ------------------------------------------------------------
 
 
 class Net(gt.Module):
@@ -583,7 +545,7 @@ class Net(gt.Module):
 
 
 class OnCPU(CUDAAccelerator):
-    """The accelerator with the CPU in the GPU's place, so that its batches meet the real loop. ``copies`` makes copies of them."""
+    """The accelerator on the CPU, to test its batches in the real loop; ``copies`` copies them."""
 
     unavailable = staticmethod(lambda: None)
     device_count = staticmethod(lambda: 1)
@@ -619,20 +581,10 @@ def test_training_is_as_on_the_cpu(copies, options, prefetch):
     data = TensorDataset(x, x.sum(dim=1, keepdim=True))
 
     def train(accelerator):
-        net, trainer = (
-            Net(),
-            gt.Trainer(
-                accelerator=accelerator,
-                devices=1,
-                enable_progress_bar=False,
-                **{"max_epochs": 2, **options},
-            ),
-        )
-        trainer.fit(
-            net,
-            DataLoader(data, batch_size=4),
-            [DataLoader(data, batch_size=8), DataLoader(data, batch_size=16)],
-        )
+        net, more = Net(), {"max_epochs": 2, "enable_progress_bar": False, **options}
+        trainer = gt.Trainer(accelerator=accelerator, devices=1, **more)
+        validation = [DataLoader(data, batch_size=8), DataLoader(data, batch_size=16)]
+        trainer.fit(net, DataLoader(data, batch_size=4), validation)
         return net, trainer
 
     expected, on_cpu = train("cpu")
@@ -651,7 +603,7 @@ def test_training_is_as_on_the_cpu(copies, options, prefetch):
         ({"max_steps": 5, "accumulate_grad_batches": 2}, 10),
     ],
 )
-def test_an_endless_generator_is_read_as_far_as_trained_on(copies, options, read, prefetch):
+def test_an_endless_generator_is_read_only_as_far_as_needed(copies, options, read, prefetch):
     given = []
 
     def endless():
@@ -659,8 +611,6 @@ def test_an_endless_generator_is_read_as_far_as_trained_on(copies, options, read
             given.append(len(given))
             yield torch.ones(2, 3), torch.ones(2, 1)
 
-    net = Net()
-    gt.Trainer(
-        accelerator=OnCPU(prefetch=prefetch), devices=1, enable_progress_bar=False, **options
-    ).fit(net, endless())
+    net, options = Net(), {**options, "enable_progress_bar": False}
+    gt.Trainer(accelerator=OnCPU(prefetch=prefetch), devices=1, **options).fit(net, endless())
     assert len(net.seen) == len(given) == read

@@ -1,4 +1,4 @@
-"""Ranks take the GPUs that the process which started them has found."""
+"""Ranks use the GPUs that their starting process has found."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from .fake_pynvml import FakeGPU
 
 _TAKEN = {"processes": [(1, None)]}
 PROGRAM = '''
-"""A training on two ranks; in the second NVML sees the first GPU taken, as it is once rank 0 has begun."""
+"""A training on two ranks; in rank 1, NVML shows that rank 0 occupies the first GPU."""
 import json, os, sys
 from pathlib import Path
 
@@ -50,15 +50,16 @@ def ask(n):
 answers = [ask(2), ask(1), ask(9), ask(0)]
 for _ in range(2):
     answers.append(ask(2))
-    trainer = gt.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, enable_progress_bar=False)
+    options = {"max_epochs": 1, "enable_progress_bar": False}
+    trainer = gt.Trainer(accelerator="cpu", devices=2, strategy="ddp", **options)
     trainer.fit(Net(), torch.utils.data.DataLoader(torch.randn(8, 2), batch_size=2))
-    gpus[1].processes = [(1, None)]  # from here on the world looks otherwise to rank 0 too
+    gpus[1].processes = [(1, None)]  # from now on, NVML changes for rank 0 too
 answers.append(ask(3))
 (folder / f"{trainer.global_rank}.json").write_text(json.dumps(answers))
 '''
 
 
-def test_ranks_of_ddp_get_the_first_process_answers(tmp_path):
+def test_ranks_of_ddp_get_the_answers_of_the_first_process(tmp_path):
     pytest.importorskip("geartrain_ddp", reason="geartrain-ddp is not installed")
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
@@ -97,21 +98,19 @@ def ours():
 def test_ranks_of_another_launcher_must_not_choose(machine, monkeypatch, launcher):
     machine(4)
     place(monkeypatch, launcher)
-    with pytest.raises(
-        RuntimeError,
-        match=r"started 2 processes on this node.*Fix: devices=\[...\], or set CUDA_VISIBLE_DEVICES",
-    ):
+    message = r"started 2 processes on this node.*Fix: devices=\[...\], or set CUDA_VISIBLE_DEVICES"
+    with pytest.raises(RuntimeError, match=message):
         find_usable_cuda_devices(2)
     assert find_usable_cuda_devices(0) == []
 
 
-def test_one_rank_a_node_may_choose(machine, monkeypatch):
+def test_a_single_rank_of_a_node_may_choose(machine, monkeypatch):
     machine(FakeGPU("GPU-a", **_TAKEN), FakeGPU("GPU-b"))
     place(monkeypatch, {"TORCHELASTIC_RUN_ID": "x"}, local_size=1)
     assert find_usable_cuda_devices(1) == [1]
 
 
-def test_a_rank_repeats_call_by_call(machine, monkeypatch):
+def test_a_rank_repeats_the_answers_in_order(machine, monkeypatch):
     fake = machine(1)
     calls = [
         {"n": 2, "devices": [4, 5]},
@@ -128,53 +127,44 @@ def test_a_rank_repeats_call_by_call(machine, monkeypatch):
 
 
 @pytest.mark.parametrize("local_rank", [0, 1])
-def test_a_call_after_the_start_gives_the_newest_answer(machine, monkeypatch, local_rank):
+def test_a_call_after_the_start_returns_the_newest_answer(machine, monkeypatch, local_rank):
     fake = machine(1)
     calls = [
         {"n": 2, "devices": [4, 5]},
         {"n": 2, "devices": [6, 7]},
         {"n": 2, "error": "too few", "kind": "RuntimeError"},
     ]
-    place(
-        monkeypatch,
-        ours(),
-        local_rank=local_rank,
-        pid=os.getppid() if local_rank else os.getpid(),
-        calls=calls,
-    )
+    pid = os.getppid() if local_rank else os.getpid()
+    place(monkeypatch, ours(), local_rank=local_rank, pid=pid, calls=calls)
     monkeypatch.setattr(agree, "_calls", 3)
     assert find_usable_cuda_devices(2) == [6, 7]
     assert fake.calls == []
 
 
-def test_a_rank_that_calls_otherwise_is_told(machine, monkeypatch):
+def test_a_rank_with_another_call_gets_an_error(machine, monkeypatch):
     machine(4)
     place(monkeypatch, ours(), local_rank=1, pid=os.getppid(), calls=[{"n": 2, "devices": [0, 1]}])
-    with pytest.raises(
-        RuntimeError,
-        match="call 1 of find_usable_cuda_devices asks for 3 in this rank, and asked for 2",
-    ):
+    message = "call 1 of find_usable_cuda_devices asks for 3 in this rank, and asked for 2"
+    with pytest.raises(RuntimeError, match=message):
         find_usable_cuda_devices(3)
 
 
 @pytest.mark.parametrize(
     "record", ["", "nonsense", "[]", "{}", '{"pid": 1, "calls": [{"n": 2, "devices": [0, 1]}]}']
 )
-def test_a_record_of_some_other_program_is_none(machine, monkeypatch, record):
+def test_a_record_of_another_program_is_ignored(machine, monkeypatch, record):
     machine(4)
     monkeypatch.setenv(agree.RECORD, record)
     assert find_usable_cuda_devices(2) == [0, 1]
-    assert json.loads(os.environ[agree.RECORD]) == {
-        "pid": os.getpid(),
-        "calls": [{"n": 2, "devices": [0, 1]}],
-    }
+    calls = [{"n": 2, "devices": [0, 1]}]
+    assert json.loads(os.environ[agree.RECORD]) == {"pid": os.getpid(), "calls": calls}
     place(monkeypatch, ours(), local_rank=1)
     monkeypatch.setenv(agree.RECORD, record)
     with pytest.raises(RuntimeError, match="after the ranks were started"):
         find_usable_cuda_devices(2)
 
 
-def test_a_wrong_number_is_no_call(machine, monkeypatch):
+def test_a_call_with_an_invalid_number_is_not_recorded(machine, monkeypatch):
     machine(4)
     with pytest.raises(ValueError):
         find_usable_cuda_devices("2")

@@ -1,4 +1,4 @@
-"""Batches ahead of the step: the right ones, in the right order of streams, and no more read than are asked for."""
+"""Batches that are copied ahead: their order, the streams, and the number of batches read."""
 
 import gc
 import warnings
@@ -45,17 +45,10 @@ def make_run(
     options = SimpleNamespace(
         max_steps=max_steps, accumulate_grad_batches=accumulate, num_sanity_val_steps=sanity
     )
-    run = SimpleNamespace(
-        plan=SimpleNamespace(options=options),
-        module=module or Plain(),
-        stage=run_stage or stage,
-        device=DEVICE,
-    )
-    run.stages, run.dataloader_idx, run.step = (
-        {stage: Stage(batches=batches or [None])},
-        index,
-        step,
-    )
+    run = SimpleNamespace(plan=SimpleNamespace(options=options), device=DEVICE)
+    run.module, run.stage = module or Plain(), run_stage or stage
+    run.stages, run.dataloader_idx = {stage: Stage(batches=batches or [None])}, index
+    run.step = step
     run.to_device = lambda batch: run.module.transfer_batch_to_device(batch, DEVICE, index)
     return run
 
@@ -72,32 +65,30 @@ def prefetch(gpu, run, items, *, ahead=1, stage="train", prefetcher=None):
 
 
 def step(gpu, batch):
-    """What a training step does with its batch, on the compute stream."""
+    """Use a batch as a training step does, on the compute stream."""
     return batch.read()
 
 
-# --- data and streams ----------------------------------------------------------------------------------------------------
+# --- data and streams -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 5])
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 40])
-def test_every_batch_comes_once_in_order_and_unharmed(gpu, count, ahead):
-    assert [
-        step(gpu, batch) for batch in prefetch(gpu, make_run(), loader(gpu, count), ahead=ahead)
-    ] == list(range(count))
+def test_every_batch_comes_once_in_order_and_unchanged(gpu, count, ahead):
+    batches = prefetch(gpu, make_run(), loader(gpu, count), ahead=ahead)
+    assert [step(gpu, batch) for batch in batches] == list(range(count))
 
 
-def test_memory_is_reused_and_not_hoarded(gpu):
+def test_memory_is_reused(gpu):
     for batch in prefetch(gpu, make_run(), loader(gpu, 100), ahead=2):
         step(gpu, batch)
         del batch
-    assert (
-        next(gpu.numbers) <= 4
-    )  # two ahead, the one in use, and the next, which is copied before that one is let go
+    # Two ahead, the one in use, and the next one, which is copied before that one is freed.
+    assert next(gpu.numbers) <= 4
 
 
-def test_a_copy_runs_beside_a_step(gpu):
-    """The second batch's copy must not wait for the first step: its stream knows nothing of that step's work."""
+def test_a_copy_runs_in_parallel_to_a_step(gpu):
+    """The copy of the second batch does not wait for the first step."""
     batches = prefetch(gpu, make_run(), loader(gpu, 10))
     first = next(batches)
     side = gpu.streams[1]
@@ -111,15 +102,14 @@ def test_a_copy_runs_beside_a_step(gpu):
 )
 @given(st.data())
 def test_any_use_of_batches_is_free_of_races(data):
-    """Steps that keep batches for a while, read them again, validate in between, and end early."""
+    """Steps keep batches for some time, read them again, validate in between, and end early."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         gpu, kept = GPU(monkeypatch), []
         prefetcher = Prefetcher(DEVICE, data.draw(st.integers(1, 4)), True)
         run = make_run()
         for _ in range(data.draw(st.integers(1, 3))):
-            batches = prefetch(
-                gpu, run, loader(gpu, data.draw(st.integers(0, 12))), prefetcher=prefetcher
-            )
+            items = loader(gpu, data.draw(st.integers(0, 12)))
+            batches = prefetch(gpu, run, items, prefetcher=prefetcher)
             for given_, batch in enumerate(batches):
                 assert step(gpu, batch) == given_
                 if data.draw(st.booleans()):
@@ -127,17 +117,9 @@ def test_any_use_of_batches_is_free_of_races(data):
                 if kept and data.draw(st.booleans()):
                     kept.pop(data.draw(st.integers(0, len(kept) - 1))).read()
                 if data.draw(st.integers(0, 4)) == 0:
-                    inner = make_run(stage="validate")
-                    assert [
-                        step(gpu, b)
-                        for b in prefetch(
-                            gpu, inner, loader(gpu, 3), stage="validate", prefetcher=prefetcher
-                        )
-                    ] == [
-                        0,
-                        1,
-                        2,
-                    ]
+                    inner, more = make_run(stage="validate"), {"prefetcher": prefetcher}
+                    found = prefetch(gpu, inner, loader(gpu, 3), stage="validate", **more)
+                    assert [step(gpu, one) for one in found] == [0, 1, 2]
                 del batch
                 if data.draw(st.integers(0, 9)) == 0:
                     batches.close()
@@ -145,18 +127,18 @@ def test_any_use_of_batches_is_free_of_races(data):
 
 @pytest.mark.parametrize("broken", ["side waits", "compute waits"])
 def test_the_recorder_finds_a_missing_wait(gpu, monkeypatch, broken):
-    """That the tests above would fail is part of what they say."""
+    """Without a wait, the tests above fail."""
     batches = prefetch(gpu, make_run(), loader(gpu, 20))
-    lame = gpu.streams[1] if broken == "side waits" else gpu.compute
-    monkeypatch.setattr(lame, "wait_event", lambda event: None)
+    stream = gpu.streams[1] if broken == "side waits" else gpu.compute
+    monkeypatch.setattr(stream, "wait_event", lambda event: None)
     with pytest.raises(Race):  # noqa: PT012
         for batch in batches:
             step(gpu, batch)
             del batch
 
 
-def test_a_loader_that_works_on_the_gpu(gpu):
-    """What it gives is the compute stream's memory, which the copy reads on the side stream."""
+def test_batches_of_a_loader_on_the_gpu_are_copied(gpu):
+    """A batch is in the compute stream's memory, which the copy reads on the side stream."""
 
     class OnGPU:
         def __iter__(self):
@@ -171,13 +153,13 @@ def test_a_loader_that_works_on_the_gpu(gpu):
         scratch.write("scratch")
 
 
-# --- loaders that use their memory again ---------------------------------------------------------------------------------
+# --- loaders that reuse their memory --------------------------------------------------------------
 
 
 def refilled(gpu, count, wrap=lambda tensor: tensor):
-    """A loader that keeps one buffer on the GPU and writes each batch into it."""
+    """Yield batches that are all written into one buffer on the GPU."""
     buffer = gpu.allocate()
-    buffer.to = lambda device: buffer  # as torch's own, which is on the device already
+    buffer.to = lambda device: buffer  # as a tensor of torch that is on the device already
     for value in range(count):
         buffer.write(value)
         yield wrap(buffer)
@@ -187,16 +169,13 @@ def refilled(gpu, count, wrap=lambda tensor: tensor):
     "wrap", [lambda t: t, lambda t: [t, 1], lambda t: {"x": (t,)}, lambda t: Holder(t)]
 )
 @pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_a_buffer_on_the_gpu_that_is_filled_again(gpu, ahead, wrap):
+def test_a_loader_may_refill_a_buffer_on_the_gpu(gpu, ahead, wrap):
     def value(batch):
         while not hasattr(batch, "read"):
-            batch = (
-                batch["x"]
-                if isinstance(batch, dict)
-                else batch.tensor
-                if isinstance(batch, Holder)
-                else batch[0]
-            )
+            if isinstance(batch, Holder):
+                batch = batch.tensor
+            else:
+                batch = batch["x"] if isinstance(batch, dict) else batch[0]
         return step(gpu, batch)
 
     batches = prefetch(gpu, make_run(), refilled(gpu, 5, wrap), ahead=ahead)
@@ -204,7 +183,7 @@ def test_a_buffer_on_the_gpu_that_is_filled_again(gpu, ahead, wrap):
 
 
 class Holder:
-    """An object that gives itself, as those of several libraries do."""
+    """An object whose ``to`` returns itself, as in several libraries."""
 
     def __init__(self, tensor):
         self.tensor = tensor
@@ -213,7 +192,7 @@ class Holder:
         return self
 
 
-def test_a_new_object_around_the_same_tensor_counts_too():
+def test_a_new_object_around_the_same_tensor_stays_too():
     class Around(Holder):
         def to(self, device):
             return Around(self.tensor.to(device))
@@ -225,7 +204,7 @@ def test_a_new_object_around_the_same_tensor_counts_too():
     assert not stays((torch.ones(2), "text", 3), (torch.ones(2), "text", 3))
 
 
-def test_from_such_a_batch_on_nothing_is_read_ahead(gpu):
+def test_nothing_is_read_ahead_after_a_batch_that_stays(gpu):
     read = []
 
     def some():
@@ -247,53 +226,46 @@ def test_from_such_a_batch_on_nothing_is_read_ahead(gpu):
 
 @pytest.fixture
 def late(monkeypatch):
-    """Copies as the GPU makes them of pinned memory: they read it when the batch is used."""
+    """Copy as the GPU copies from pinned memory: read it when the batch is used."""
     monkeypatch.setattr("geartrain_cuda.batches.move", lambda batch, device: lambda: batch.tolist())
 
 
 @pytest.mark.parametrize("pins_all", [True, False])
 @pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_pinned_memory_that_is_filled_again(gpu, pins, late, ahead, pins_all):
+def test_a_loader_may_refill_pinned_memory(gpu, pins, late, ahead, pins_all):
     def refills():
         buffer = torch.zeros(1).pin_memory()
         for value in range(5):
             yield buffer.fill_(value)
 
-    batches, found, before = (
-        Prefetcher(DEVICE, ahead, pins_all).batches(make_run(), refills(), "train"),
-        [],
-        None,
-    )
-    for batch in batches:  # the GPU is a step behind
+    batches = Prefetcher(DEVICE, ahead, pins_all).batches(make_run(), refills(), "train")
+    found, before = [], None
+    for batch in batches:  # the GPU is one step behind
         found += [] if before is None else before()
         before = batch
     assert [*found, *before()] == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_what_torchs_loader_has_pinned_is_not_copied_again(gpu, pins, monkeypatch, ahead):
+def test_batches_that_torchs_loader_has_pinned_are_not_copied_again(gpu, pins, monkeypatch, ahead):
     given = []
     monkeypatch.setattr("geartrain_cuda.batches.move", lambda batch, device: given.append(batch))
     own = [torch.arange(3).pin_memory(), torch.arange(3)]
     trusted = DataLoader(own, batch_size=None, pin_memory=True)
-    monkeypatch.setattr(
-        DataLoader, "__iter__", lambda self: iter(own)
-    )  # as where memory can be pinned
+    # As on a machine where memory can be pinned.
+    monkeypatch.setattr(DataLoader, "__iter__", lambda self: iter(own))
     list(Prefetcher(DEVICE, ahead, True).batches(make_run(), trusted, "train"))
     assert given[0] is own[0]
-    list(
-        Prefetcher(DEVICE, ahead, True).batches(
-            make_run(), DataLoader(own, batch_size=None), "train"
-        )
-    )
+    unpinned = DataLoader(own, batch_size=None)
+    list(Prefetcher(DEVICE, ahead, True).batches(make_run(), unpinned, "train"))
     assert given[2] is not own[0]
     assert all(tensor.is_pinned() for tensor in given)
 
 
-# --- the end -------------------------------------------------------------------------------------------------------------
+# --- the end --------------------------------------------------------------------------------------
 
 
-def test_an_error_of_the_loader_surfaces_where_the_plain_loop_has_it(gpu):
+def test_an_error_of_the_loader_is_raised_after_the_earlier_batches(gpu):
     def failing():
         yield from loader(gpu, 3)
         raise KeyError("row 3")
@@ -305,7 +277,7 @@ def test_an_error_of_the_loader_surfaces_where_the_plain_loop_has_it(gpu):
     assert seen == [0, 1, 2]
 
 
-def test_an_error_of_a_transfer_hook_too(gpu):
+def test_an_error_of_a_transfer_hook_is_raised_after_the_earlier_batches(gpu):
     class Net(gt.Module):
         def on_before_batch_transfer(self, batch, dataloader_idx):
             if batch.value == 2:
@@ -320,7 +292,7 @@ def test_an_error_of_a_transfer_hook_too(gpu):
     assert seen == [0, 1]
 
 
-def test_an_interrupt_surfaces_at_once(gpu):
+def test_an_interrupt_is_raised_immediately(gpu):
     def interrupted():
         yield CPUBatch(gpu, 0)
         raise KeyboardInterrupt
@@ -330,7 +302,7 @@ def test_an_interrupt_surfaces_at_once(gpu):
 
 
 @pytest.mark.parametrize("taken", [0, 1, 3])
-def test_closing_waits_for_nothing_and_keeps_nothing(gpu, taken):
+def test_close_does_not_wait_and_frees_all_memory(gpu, taken):
     source = loader(gpu, 10)
     batches = prefetch(gpu, make_run(), source, ahead=2)
     for batch in islice(batches, taken):
@@ -340,30 +312,29 @@ def test_closing_waits_for_nothing_and_keeps_nothing(gpu, taken):
     assert list(batches) == []
     gc.collect()
     assert sum(map(len, gpu.free.values())) == next(gpu.numbers)
-    assert next(source) is not None  # a generator of the user's own goes on
+    assert next(source) is not None  # the user's generator continues
 
 
-# --- how far ahead -------------------------------------------------------------------------------------------------------
+# --- how far ahead --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ahead", [1, 3])
 @pytest.mark.parametrize("limit", [1, 2, 5])
-def test_never_more_is_read_than_the_loop_asks_for(gpu, limit, ahead):
+def test_no_more_batches_are_read_than_the_loop_uses(gpu, limit, ahead):
     read = []
     source = loader(gpu, 1000, read)
-    for start in (0, limit):  # the generator goes on in the second epoch
+    for start in (0, limit):  # the generator continues in the second epoch
         batches = prefetch(gpu, make_run(batches=[limit]), source, ahead=ahead)
-        assert [step(gpu, batch) for batch in islice(batches, limit)] == list(
-            range(start, start + limit)
-        )
+        values = [step(gpu, batch) for batch in islice(batches, limit)]
+        assert values == list(range(start, start + limit))
         assert read == list(range(start + limit))
         batches.close()
 
 
-def test_reading_ahead_is_so_far_and_no_further(gpu):
+def test_only_the_given_number_of_batches_is_read_ahead(gpu):
     read = []
     batches = prefetch(gpu, make_run(), loader(gpu, 1000, read), ahead=3)
-    assert read == []  # nothing before the first is asked for
+    assert read == []  # no batch is read before the first next()
     next(batches)
     assert len(read) == 4
     next(batches)
@@ -388,14 +359,14 @@ def test_reading_ahead_is_so_far_and_no_further(gpu):
         ("validate", {"batches": [7], "run_stage": "sanity_check", "sanity": -1}, 7),
     ],
 )
-def test_how_many_the_loop_asks_for(stage, options, means):
+def test_most_is_the_number_of_batches_that_the_loop_uses(stage, options, means):
     assert most(make_run(stage=stage, **options), stage, options.get("index", 0)) == means
 
 
-# --- the module's transfer hooks -----------------------------------------------------------------------------------------
+# --- the module's transfer hooks ------------------------------------------------------------------
 
 
-def test_before_comes_ahead_and_after_when_due(gpu):
+def test_the_hook_before_transfer_runs_ahead_and_the_hook_after_it_when_due(gpu):
     log = []
 
     class Net(gt.Module):
@@ -411,7 +382,7 @@ def test_before_comes_ahead_and_after_when_due(gpu):
 
     run = make_run(Net(), [9, 9, 9], stage="validate", index=2)
     batches = prefetch(gpu, run, loader(gpu, 3), stage="validate")
-    run.dataloader_idx = 0  # an evaluation that begins meanwhile changes it; these batches are still the third loader's
+    run.dataloader_idx = 0  # an evaluation may change it; these batches are of the third loader
     for (batch,) in batches:
         log.append(("step", step(gpu, batch)))
     assert log == [
@@ -421,7 +392,7 @@ def test_before_comes_ahead_and_after_when_due(gpu):
     ]
 
 
-def test_a_transfer_of_the_modules_own_is_left_to_it(gpu):
+def test_a_module_that_overrides_the_transfer_gets_no_batches_ahead(gpu):
     log = []
 
     class Net(gt.Module):
@@ -435,7 +406,7 @@ def test_a_transfer_of_the_modules_own_is_left_to_it(gpu):
     assert log == [0]
 
 
-# --- pinning -------------------------------------------------------------------------------------------------------------
+# --- pinning --------------------------------------------------------------------------------------
 
 Pair = namedtuple("Pair", "x y")
 
@@ -447,7 +418,7 @@ class Sample:
 
 
 class Owner:
-    """An object of a library, with tensors that nobody else sees."""
+    """An object of a library, whose tensors only the object itself can pin."""
 
     def __init__(self, tensor):
         self.tensor = tensor
@@ -458,13 +429,13 @@ class Owner:
 
 @pytest.fixture
 def pins(monkeypatch):
-    """Memory that can be pinned, on this machine without CUDA: the set of addresses that are."""
+    """Fake pinned memory on a machine without CUDA; return the set of pinned addresses."""
     addresses, kept = set(), []
 
     def pin_memory(self):
         same = self.clone()
         addresses.add(same.data_ptr())
-        kept.append(same)  # an address is not given out again
+        kept.append(same)  # so that its address is not reused
         return same
 
     empty_like = torch.empty_like
@@ -480,21 +451,11 @@ def pins(monkeypatch):
 
 def test_everything_is_pinned_in_any_nesting(pins):
     tensor = torch.arange(3)
-    data = {
-        "list": [tensor, (tensor, 5)],
-        "pair": Pair(tensor, "text"),
-        "sample": Sample(tensor, "a"),
-        "owner": Owner(tensor),
-    }
-    data = OrderedDict(data)
-    found = pinned(data)
-    tensors = [
-        found["list"][0],
-        found["list"][1][0],
-        found["pair"].x,
-        found["sample"].x,
-        found["owner"].tensor,
-    ]
+    data = {"list": [tensor, (tensor, 5)], "pair": Pair(tensor, "text")}
+    data |= {"sample": Sample(tensor, "a"), "owner": Owner(tensor)}
+    found = pinned(OrderedDict(data))
+    tensors = [found["list"][0], found["list"][1][0], found["pair"].x]
+    tensors += [found["sample"].x, found["owner"].tensor]
     assert all(t.is_pinned() and t.equal(tensor) for t in tensors)
     assert not tensor.is_pinned()
     assert (found["list"][1][1], found["pair"].y, found["sample"].name) == (5, "text", "a")
@@ -502,18 +463,18 @@ def test_everything_is_pinned_in_any_nesting(pins):
     assert type(found["pair"]) is Pair
 
 
-def test_what_is_pinned_stays_as_it_is(pins):
+def test_a_pinned_tensor_is_not_copied(pins):
     tensor = torch.arange(3).pin_memory()
     assert pinned([tensor])[0] is tensor
 
 
-def test_what_has_no_strides_is_left_alone(pins):
+def test_a_sparse_tensor_is_not_copied(pins):
     sparse = torch.eye(3).to_sparse()
     assert pinned(sparse) is sparse
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_batches_are_pinned_on_their_way(gpu, ahead):
+def test_batches_are_pinned_before_the_copy(gpu, ahead):
     seen = []
 
     class Seen(CPUBatch):
@@ -524,9 +485,8 @@ def test_batches_are_pinned_on_their_way(gpu, ahead):
     run = make_run()
     for pin, expected in ((True, [0, 1, 2]), (False, [])):
         seen.clear()
-        batches = Prefetcher(DEVICE, ahead, pin).batches(
-            run, (Seen(gpu, value) for value in range(3)), "train"
-        )
+        items = (Seen(gpu, value) for value in range(3))
+        batches = Prefetcher(DEVICE, ahead, pin).batches(run, items, "train")
         assert [step(gpu, batch) for batch in batches] == [0, 1, 2]
         assert seen == expected
 
@@ -538,25 +498,23 @@ def test_batches_are_pinned_on_their_way(gpu, ahead):
         "CUDA error: OS call failed or operation not supported",
     ],
 )
-def test_memory_that_cannot_be_pinned_is_warned_of_once_and_used_as_it_is(gpu, words):
+def test_a_lack_of_pinned_memory_is_one_warning_and_batches_are_used_unpinned(gpu, words):
     class Full(CPUBatch):
         def pin_memory(self):
             raise RuntimeError(words)
 
     run, prefetcher = make_run(), Prefetcher(DEVICE, 1, True)
-    with pytest.warns(
-        UserWarning, match=rf"cannot be pinned.*: {words.splitlines()[0]}\. Fix: more locked memory"
-    ):
-        assert [
-            step(gpu, b) for b in prefetcher.batches(run, [Full(gpu, 0), Full(gpu, 1)], "train")
-        ] == [0, 1]
+    message = rf"cannot be pinned.*: {words.splitlines()[0]}\. Fix: more locked memory"
+    batches = prefetcher.batches(run, [Full(gpu, 0), Full(gpu, 1)], "train")
+    with pytest.warns(UserWarning, match=message):
+        assert [step(gpu, batch) for batch in batches] == [0, 1]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert [step(gpu, b) for b in prefetcher.batches(run, [Full(gpu, 0)], "train")] == [0]
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_another_error_of_pinning_is_the_runs(gpu, ahead):
+def test_another_error_of_pinning_is_raised(gpu, ahead):
     class Broken(CPUBatch):
         def pin_memory(self):
             raise RuntimeError("CUDA error: device-side assert triggered")
@@ -565,7 +523,7 @@ def test_another_error_of_pinning_is_the_runs(gpu, ahead):
         next(Prefetcher(DEVICE, ahead, True).batches(make_run(), [Broken(gpu, 0)], "train"))
 
 
-def test_what_has_no_pinning_is_left_as_it_is(pins):
+def test_an_object_without_pinning_does_not_change(pins):
     class Unpinnable(Owner):
         def pin_memory(self):
             raise NotImplementedError("Could not run 'aten::_pin_memory'")

@@ -1,4 +1,4 @@
-"""unavailable() and diagnose(): the first thing that is in the way, and everything that is wrong."""
+"""unavailable() returns the first reason against CUDA; diagnose() returns all problems."""
 
 import json
 
@@ -22,7 +22,7 @@ KEYS = [
 ]
 LOST = {"nvmlDeviceGetHandleByIndex": pynvml.NVML_ERROR_GPU_IS_LOST}
 
-# --- unavailable ---------------------------------------------------------------------------------------------------------
+# --- unavailable ----------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for CUDA")
@@ -31,7 +31,7 @@ def test_a_cpu_build_of_torch_is_named():
     assert reason.startswith(f"torch {torch.__version__} is built without CUDA. Fix: ")
 
 
-def test_gpus_that_are_there_can_be_used(machine):
+def test_existing_gpus_can_be_used(machine):
     machine(2)
     assert CUDAAccelerator.unavailable() is None
 
@@ -39,12 +39,12 @@ def test_gpus_that_are_there_can_be_used(machine):
 @pytest.mark.parametrize(
     "error", [pynvml.NVML_ERROR_DRIVER_NOT_LOADED, pynvml.NVML_ERROR_LIBRARY_NOT_FOUND]
 )
-def test_nvmls_reason(machine, counts, error):
+def test_the_reason_is_nvmls_error_unless_torch_counts_gpus(machine, counts, error):
     machine(2, error=error)
     counts(0)
     assert CUDAAccelerator.unavailable().startswith("NVML: ")
     assert CUDAAccelerator.device_count() == 0
-    counts(2)  # CUDA works where NVML does not
+    counts(2)  # CUDA works without NVML
     assert CUDAAccelerator.unavailable() is None
     assert CUDAAccelerator.device_count() == 2
 
@@ -57,7 +57,7 @@ def test_nvmls_reason(machine, counts, error):
         ("7", "'7' names no GPU"),
     ],
 )
-def test_a_variable_that_hides_all(machine, monkeypatch, variable, words):
+def test_a_variable_that_hides_all_gpus_is_the_reason(machine, monkeypatch, variable, words):
     machine(2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
     assert words in CUDAAccelerator.unavailable()
@@ -66,26 +66,25 @@ def test_a_variable_that_hides_all(machine, monkeypatch, variable, words):
     assert words in problem
 
 
-def test_no_gpu_at_all(machine):
+def test_a_driver_without_a_gpu_is_the_reason(machine):
     machine()
-    assert CUDAAccelerator.unavailable().startswith(
-        "NVML: the driver (580.65.06) shows no GPU. Fix: "
-    )
+    reason = CUDAAccelerator.unavailable()
+    assert reason.startswith("NVML: the driver (580.65.06) shows no GPU. Fix: ")
 
 
-def test_mig_mode_without_instances(machine):
+def test_mig_mode_without_instances_is_the_reason(machine):
     machine(FakeGPU("GPU-a", instances=[]))
     assert "are in MIG mode and have no instance. Fix: " in CUDAAccelerator.unavailable()
 
 
-def test_one_lost_gpu_of_two_is_not_the_end(machine):
+def test_cuda_is_available_with_one_lost_gpu_of_two(machine):
     machine(FakeGPU("GPU-a", errors=LOST), FakeGPU("GPU-b"))
     assert CUDAAccelerator.unavailable() is None
     machine(FakeGPU("GPU-a", errors=LOST))
     assert "GPU is lost" in CUDAAccelerator.unavailable()
 
 
-def test_rocm_is_asked_through_torch(machine, counts, monkeypatch):
+def test_torch_counts_the_gpus_of_rocm(machine, counts, monkeypatch):
     machine(2)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -95,7 +94,7 @@ def test_rocm_is_asked_through_torch(machine, counts, monkeypatch):
     assert CUDAAccelerator.unavailable() is None
 
 
-# --- diagnose ------------------------------------------------------------------------------------------------------------
+# --- diagnose -------------------------------------------------------------------------------------
 
 
 def problems():
@@ -107,29 +106,17 @@ def problems():
     return report["problems"]
 
 
-def test_a_machine_in_order(machine):
+def test_a_machine_without_problems(machine):
     machine(FakeGPU("GPU-a", processes=[(1, 300 * MIB)]), FakeGPU("GPU-b"), names={1: "python"})
     report = CUDAAccelerator.diagnose()
     assert problems() == []
     facts = report["facts"]
-    assert (facts["driver"], facts["driver_cuda"], facts["torch_cuda"], facts["nvml"]) == (
-        "580.65.06",
-        "13.0",
-        "13.0",
-        "ok",
-    )
+    expected = {"driver": "580.65.06", "driver_cuda": "13.0", "torch_cuda": "13.0", "nvml": "ok"}
+    assert {name: facts[name] for name in expected} == expected
     assert facts["torch"] == torch.__version__
     assert {"cudnn", "nccl", "cuda_visible_devices", "torch_hip"} <= set(facts)
-    values = [
-        0,
-        "NVIDIA H200",
-        "GPU-a",
-        1000,
-        143771,
-        "default",
-        [{"pid": 1, "name": "python", "memory_mib": 300}],
-        None,
-    ]
+    processes = [{"pid": 1, "name": "python", "memory_mib": 300}]
+    values = [0, "NVIDIA H200", "GPU-a", 1000, 143771, "default", processes, None]
     assert report["devices"][0] == dict(zip(KEYS, values, strict=True))
 
 
@@ -154,7 +141,7 @@ def test_a_machine_in_order(machine):
         ({"clock_reasons": pynvml.nvmlClocksEventReasonSwPowerCap}, None),
     ],
 )
-def test_what_is_wrong_with_a_gpu(machine, gpu, words):
+def test_problems_of_a_gpu_are_named(machine, gpu, words):
     machine(FakeGPU("GPU-a", **gpu))
     found = problems()
     assert len(found) == (words is not None)
@@ -165,12 +152,11 @@ def test_what_is_wrong_with_a_gpu(machine, gpu, words):
     ("driver", "built", "too_old"),
     [(12020, "12.8", False), (12090, "13.0", True), (13000, "12.8", False), (11040, "12.1", True)],
 )
-def test_a_driver_too_old_for_torch(machine, monkeypatch, driver, built, too_old):
+def test_a_driver_too_old_for_torch_is_a_problem(machine, monkeypatch, driver, built, too_old):
     machine(1, cuda=driver)
     monkeypatch.setattr(torch.version, "cuda", built)
-    assert [f"torch is built for CUDA {built}" in problem for problem in problems()] == [
-        True
-    ] * too_old
+    found = [f"torch is built for CUDA {built}" in problem for problem in problems()]
+    assert found == [True] * too_old
 
 
 @pytest.mark.parametrize(
@@ -184,13 +170,13 @@ def test_a_driver_too_old_for_torch(machine, monkeypatch, driver, built, too_old
         ((5, 0), False),
     ],
 )
-def test_a_gpu_for_which_torch_has_no_kernels(machine, monkeypatch, capability, right):
+def test_a_gpu_without_kernels_in_torch_is_a_problem(machine, monkeypatch, capability, right):
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90", "compute_90"])
     machine(FakeGPU("GPU-a", capability=capability))
     assert (problems() == []) == right
 
 
-def test_kernels_for_one_model_alone_serve_no_newer_one(machine, monkeypatch):
+def test_kernels_for_a_single_model_do_not_run_on_newer_ones(machine, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_100a", "sm_90a"])
     machine(FakeGPU("GPU-a", capability=(10, 3)))
     assert "compute capability 10.3" in problems()[0]
@@ -198,32 +184,31 @@ def test_kernels_for_one_model_alone_serve_no_newer_one(machine, monkeypatch):
     assert problems() == []
 
 
-def test_a_driver_without_a_torch_that_uses_it(machine, monkeypatch):
+def test_a_driver_with_a_cpu_build_of_torch_is_a_problem(machine, monkeypatch):
     machine(1)
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "built without CUDA" in problems()[0]
 
 
 @pytest.mark.parametrize("build", [None, "13.0"])
-def test_without_nvml(machine, monkeypatch, build):
+def test_without_nvml_a_cuda_build_has_a_problem(machine, monkeypatch, build):
     machine(error=pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
     monkeypatch.setattr(torch.version, "cuda", build)
     report = CUDAAccelerator.diagnose()
     assert report["facts"]["nvml"] == "NVML: Driver Not Loaded"
     assert report["devices"] == []
-    assert len(problems()) == (
-        build is not None
-    )  # a CPU build on a machine without a driver is in order
+    # A CPU build on a machine without a driver is no problem.
+    assert len(problems()) == (build is not None)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs here")
-def test_on_this_machine_as_it_is():
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs")
+def test_the_diagnosis_works_on_this_machine():
     assert CUDAAccelerator.diagnose()["devices"] == []
     problems()
     assert not torch.cuda.is_initialized()
 
 
-def test_a_variable_that_names_nothing(machine, monkeypatch):
+def test_an_invalid_entry_of_the_variable_is_a_problem(machine, monkeypatch):
     machine(2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,junk")
     (problem,) = problems()
@@ -231,39 +216,29 @@ def test_a_variable_that_names_nothing(machine, monkeypatch):
     assert [device["index"] for device in CUDAAccelerator.diagnose()["devices"]] == [0]
 
 
-def test_different_models(machine):
+def test_the_order_of_different_models_is_a_problem(machine):
     machine(FakeGPU("GPU-a", "NVIDIA T4"), FakeGPU("GPU-b"))
     assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in problems()[0]
 
 
-def test_mig(machine):
+def test_a_mig_instance_has_its_place(machine):
     machine(FakeGPU("GPU-a", instances=[FakeGPU("MIG-a", "NVIDIA H200 MIG 1g.18gb", gi=3, ci=1)]))
     (device,) = CUDAAccelerator.diagnose()["devices"]
     assert device["mig"] == "GPU instance 3, compute instance 1 of GPU 0 (NVIDIA H200)"
     assert problems() == []
 
 
-def test_a_lost_instance(machine):
-    machine(
-        FakeGPU(
-            "GPU-a",
-            instances=[
-                FakeGPU("MIG-a", errors={"nvmlDeviceGetMemoryInfo": pynvml.NVML_ERROR_GPU_IS_LOST})
-            ],
-        )
-    )
+def test_a_lost_instance_is_named(machine):
+    lost = {"nvmlDeviceGetMemoryInfo": pynvml.NVML_ERROR_GPU_IS_LOST}
+    machine(FakeGPU("GPU-a", instances=[FakeGPU("MIG-a", errors=lost)]))
     assert "MIG instance 0 of GPU 0 (NVIDIA H200): GPU is lost" in problems()[0]
 
 
-def test_nothing_that_nvml_does_makes_it_raise(machine, monkeypatch):
+def test_the_diagnosis_never_raises(machine, monkeypatch):
     fake = machine(1)
     monkeypatch.setattr(fake, "nvmlDeviceGetMemoryInfo", lambda *arguments, **more: "nonsense")
     assert "NVML returned an unexpected value" in problems()[0]
-    for name in [
-        name
-        for name in dir(fake)
-        if name.startswith("nvmlDevice")
-        and name not in ("nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex")
-    ]:
+    of_gpus = {name for name in dir(fake) if name.startswith("nvmlDevice")}
+    for name in sorted(of_gpus - {"nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex"}):
         machine(FakeGPU("GPU-a", errors={name: pynvml.NVML_ERROR_UNKNOWN}))
         problems()

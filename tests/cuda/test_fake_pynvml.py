@@ -1,4 +1,4 @@
-"""The fake has the real NVML's functions, so that what is tested against it works against NVML."""
+"""The fake NVML has the functions of the real one, so tests with it hold for the real one."""
 
 import inspect
 import re
@@ -24,18 +24,15 @@ def test_names_are_found():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_the_plugin_uses_is_in_the_real_pynvml_and_in_the_fake(name):
+def test_the_real_pynvml_and_the_fake_have_every_name_of_the_plugin(name):
     assert hasattr(pynvml, name)
     assert hasattr(FakeNVML(), name)
 
 
 @pytest.mark.parametrize("name", sorted(functions(FakeNVML)))
-def test_the_fake_takes_what_the_real_one_takes(name):
-    def takes(function):
-        return [
-            (p.name, p.default)
-            for p in inspect.signature(function).parameters.values()
-            if p.name != "self"
-        ]
+def test_the_fakes_functions_have_the_parameters_of_the_real_ones(name):
+    def parameters(function):
+        found = inspect.signature(function).parameters.values()
+        return [(each.name, each.default) for each in found if each.name != "self"]
 
-    assert takes(getattr(FakeNVML, name)) == takes(getattr(pynvml, name))
+    assert parameters(getattr(FakeNVML, name)) == parameters(getattr(pynvml, name))

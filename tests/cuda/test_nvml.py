@@ -1,4 +1,4 @@
-"""What NVML tells, and what becomes of each error."""
+"""Queries of NVML, and the result of each of its errors."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ from geartrain_cuda.nvml import Process, Unavailable, session
 from .fake_pynvml import MIB, FakeGPU
 
 ERRORS = sorted(value for name, value in vars(pynvml).items() if name.startswith("NVML_ERROR_"))
-#: What is asked of a GPU -> what it gives when the GPU answers.
+#: Function -> (the query that calls it, the result without an error).
 FIGURES = {
     "nvmlDeviceGetUUID": (lambda gpu: gpu.uuid, "GPU-1"),
     "nvmlDeviceGetName": (lambda gpu: gpu.name, "NVIDIA H200"),
@@ -25,7 +25,7 @@ FIGURES = {
 
 def test_without_a_driver_the_real_library_is_missing():
     if torch.cuda.is_available():
-        pytest.skip("a driver is here")
+        pytest.skip("this machine has a driver")
     with (
         pytest.raises(Unavailable, match=r"^NVML: (libnvidia-ml.so.1 not found|Driver Not Loaded)"),
         session(),
@@ -46,7 +46,7 @@ def test_without_a_driver_the_real_library_is_missing():
         *[(error, "NVML: ") for error in ERRORS],
     ],
 )
-def test_whatever_nvml_answers_to_init_is_the_reason(machine, error, reason):
+def test_every_error_of_init_is_the_reason(machine, error, reason):
     fake = machine(1, error=error)
     with pytest.raises(Unavailable) as caught, session():
         pass
@@ -65,16 +65,14 @@ def test_every_session_ends_also_after_an_error(machine):
     with session() as outer:
         with pytest.raises(KeyError), session():
             raise KeyError
-        assert outer.gpus()[0].memory() == (
-            1000,
-            143771,
-        )  # the inner one has not closed NVML under it
+        # NVML is still open after the end of the inner session.
+        assert outer.gpus()[0].memory() == (1000, 143771)
     assert fake.depth == 0
 
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("function", FIGURES)
-def test_an_error_of_one_question_is_an_unknown_figure_and_stops_no_other(machine, function, error):
+def test_an_error_of_one_query_gives_none_and_does_not_stop_others(machine, function, error):
     machine(FakeGPU("GPU-1", errors={function: error}))
     with session() as nvml:
         (gpu,) = nvml.gpus()
@@ -95,22 +93,19 @@ def test_a_gpu_without_a_handle_keeps_its_place(machine, error):
     with session() as nvml:
         gpus = nvml.gpus()
         assert [gpu.uuid for gpu in gpus] == ["GPU-1", None, "GPU-3"]
-        assert gpus[1].error == str(pynvml.NVMLError(error))
-        assert (
-            gpus[1].processes(),
-            gpus[1].memory(),
-            gpus[1].compute_mode(),
-            gpus[1].in_mig_mode(),
-        ) == (None, None, None, False)
+        lost = gpus[1]
+        assert lost.error == str(pynvml.NVMLError(error))
+        assert (lost.processes(), lost.memory(), lost.compute_mode()) == (None, None, None)
+        assert not lost.in_mig_mode()
 
 
-def test_an_old_driver_counts_its_own_memory_as_used(machine):
+def test_an_old_driver_counts_its_reserved_memory_as_used(machine):
     machine(FakeGPU("GPU-1", errors={"v2": pynvml.NVML_ERROR_FUNCTION_NOT_FOUND}))
     with session() as nvml:
         assert nvml.gpus()[0].memory() == (1500, 143771)
 
 
-def test_processes_have_what_nvml_says_of_them(machine):
+def test_processes_have_names_and_memory_if_nvml_knows_them(machine):
     machine(FakeGPU("GPU-1", processes=[(7, 300 * MIB), (8, None)]), names={7: "python"})
     with session() as nvml:
         found = nvml.gpus()[0].processes()
@@ -128,20 +123,20 @@ def test_processes_have_what_nvml_says_of_them(machine):
         (99, None),
     ],
 )
-def test_compute_modes(machine, mode, word):
+def test_compute_modes_have_names(machine, mode, word):
     machine(FakeGPU("GPU-1", mode=mode))
     with session() as nvml:
         assert nvml.gpus()[0].compute_mode() == word
 
 
-def test_a_function_that_pynvml_lacks_is_an_unknown_figure(machine):
+def test_a_function_that_pynvml_lacks_gives_none(machine):
     fake = machine(1)
     with session() as nvml:
         assert nvml.gpus()[0].ask("nvmlDeviceGetSomethingNew") is None
     assert "nvmlDeviceGetSomethingNew" not in fake.calls
 
 
-def test_the_driver(machine):
+def test_versions_of_the_driver_are_none_if_unknown(machine):
     machine(1, driver="535.129.03", cuda=12020)
     with session() as nvml:
         assert (nvml.driver(), nvml.driver_cuda()) == ("535.129.03", (12, 2))

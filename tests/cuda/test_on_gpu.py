@@ -1,4 +1,4 @@
-"""On a real GPU. Everything else in this folder runs without one."""
+"""Tests on a real GPU. All other tests in this folder run without one."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(
         not torch.cuda.is_available(),
-        reason="there is no CUDA GPU here, or torch is built without CUDA",
+        reason="this machine has no CUDA GPU, or torch is built without CUDA",
     ),
 ]
 
@@ -40,9 +40,8 @@ class Net(gt.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.net = torch.nn.Sequential(
-            torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)
-        )
+        first, last = torch.nn.Linear(16, 32), torch.nn.Linear(32, 1)
+        self.net = torch.nn.Sequential(first, torch.nn.Tanh(), last)
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -59,38 +58,31 @@ class Net(gt.Module):
 
 def loader(samples=256, batch_size=16, **options):
     x = torch.randn(samples, 16, generator=torch.Generator().manual_seed(1))
-    return DataLoader(
-        TensorDataset(x, x.sum(dim=1, keepdim=True).sin()), batch_size=batch_size, **options
-    )
+    data = TensorDataset(x, x.sum(dim=1, keepdim=True).sin())
+    return DataLoader(data, batch_size=batch_size, **options)
 
 
 def train(accelerator, plugins=(), data=None, **options):
     net = Net()
-    options = {"max_epochs": 2, "strategy": "single", **options}
-    trainer = gt.Trainer(
-        accelerator=accelerator,
-        devices=1,
-        enable_progress_bar=False,
-        plugins=list(plugins),
-        **options,
-    )
+    options = {"max_epochs": 2, "strategy": "single", "plugins": list(plugins), **options}
+    options["enable_progress_bar"] = False
+    trainer = gt.Trainer(accelerator=accelerator, devices=1, **options)
     trainer.fit(net, data or loader(), loader(64))
     return net, trainer
 
 
 @pytest.mark.parametrize("options", [{"prefetch": 0}, {}, {"prefetch": 3}, {"pin_memory": False}])
-def test_a_training_gives_the_cpus_result(options):
+def test_a_training_has_the_same_result_as_on_the_cpu(options):
     net, trainer = train("cuda", accelerator_options={"matmul_precision": "highest", **options})
     expected, on_cpu = train("cpu")
     for found, right in zip(net.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(found.cpu(), right, rtol=1e-4, atol=1e-5)
-    assert trainer.run.metrics["val_loss"] == pytest.approx(
-        on_cpu.run.metrics["val_loss"], rel=1e-4
-    )
+    right = on_cpu.run.metrics["val_loss"]
+    assert trainer.run.metrics["val_loss"] == pytest.approx(right, rel=1e-4)
 
 
 def run_alone(code, *arguments, **environ):
-    """Run a program in a process that has not touched CUDA yet."""
+    """Run a program in a process that has not used CUDA yet."""
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         env={**os.environ, **environ},
@@ -103,7 +95,7 @@ def run_alone(code, *arguments, **environ):
 
 
 @needs_nvml
-def test_planning_makes_no_context():
+def test_planning_creates_no_context():
     run_alone("""
 import os, torch
 import geartrain as gt
@@ -121,7 +113,7 @@ CUDAAccelerator.diagnose()
 assert gt.Trainer(accelerator="auto", devices=1).plan.accelerator.name == "cuda"
 assert not torch.cuda.is_initialized()
 assert mine() == []
-pid = os.fork()  # a process that was forked after all this can use CUDA
+pid = os.fork()  # a process that is forked now can use CUDA
 if pid == 0:
     torch.zeros(1, device="cuda")
     os._exit(0)
@@ -132,8 +124,8 @@ assert torch.cuda.device_count() == count
 
 @needs_nvml
 @pytest.mark.parametrize("variable", [None, "0", "", "-1", "0,0", "0,junk", "9", "junk"])
-def test_as_many_are_counted_as_cuda_shows(variable):
-    """CUDA itself is asked in a process of its own: it reads the variable when it wakes."""
+def test_the_count_equals_cudas(variable):
+    """CUDA counts in another process, because it reads the variable when it is initialized."""
     environ = {} if variable is None else {"CUDA_VISIBLE_DEVICES": variable}
     code = (
         "import torch; print(torch._C._cuda_getDeviceCount()); "
@@ -148,16 +140,15 @@ def test_indices_name_the_gpus_that_cuda_names():
     with session() as nvml:
         seen = view(nvml)
         if seen.order is not None:
-            pytest.skip("GPUs of different models, in CUDA's own order")
+            pytest.skip("GPUs of different models, in CUDA's order")
         uuids = [gpu.uuid for gpu in seen.devices]
-    # torch gives the UUID without its prefix.
-    assert [uuid.partition("-")[2] for uuid in uuids] == [
-        str(torch.cuda.get_device_properties(i).uuid) for i in range(len(uuids))
-    ]
+    # torch returns the UUID without its prefix.
+    torchs = [str(torch.cuda.get_device_properties(i).uuid) for i in range(len(uuids))]
+    assert [uuid.partition("-")[2] for uuid in uuids] == torchs
 
 
 @needs_nvml
-def test_a_gpu_is_usable_until_another_process_is_on_it():
+def test_a_gpu_is_usable_until_another_process_uses_it():
     free = find_usable_cuda_devices()
     if not free:
         pytest.skip("every GPU is in use")
@@ -165,26 +156,28 @@ def test_a_gpu_is_usable_until_another_process_is_on_it():
     torch.zeros(1, device=torch.device("cuda", index))
     with session() as nvml:
         if os.getpid() not in [p.pid for p in view(nvml).devices[index].processes() or ()]:
-            pytest.skip("NVML does not list this process here, as in some containers")
+            pytest.skip("NVML does not list this process, as in some containers")
     assert index in find_usable_cuda_devices()  # this process's own context does not count
-    code = f"import torch; torch.zeros(1, device='cuda:{index}'); print('on it', flush=True); import sys; sys.stdin.read()"
-    # In a session of its own and started by a process that ends, so that it is no descendant of this one.
-    start = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {code!r}], start_new_session=True); "
+    code = f"import sys, torch; torch.zeros(1, device='cuda:{index}'); "
+    code += "print('ready', flush=True); sys.stdin.read()"
+    # In another session, and started by a process that ends: then it is no descendant of this one.
+    start = "import subprocess, sys; "
+    start += f"subprocess.Popen([sys.executable, '-c', {code!r}], start_new_session=True)"
     with subprocess.Popen(
         [sys.executable, "-c", start], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as starter:
         try:
-            assert starter.stdout.readline() == b"on it\n"
+            assert starter.stdout.readline() == b"ready\n"
             with session() as nvml:
                 pids = [p.pid for p in view(nvml).devices[index].processes() or ()]
             assert any(pid != os.getpid() for pid in pids)
             assert index not in find_usable_cuda_devices()
         finally:
-            starter.communicate()  # closes the input for which the other waits
+            starter.communicate()  # closes the input, on which the other process waits
 
 
 class SyncsAreErrors:
-    """From the third step on, whatever makes the CPU wait for the GPU raises."""
+    """From the third step on, an operation that makes the CPU wait for the GPU raises an error."""
 
     @hookimpl(wrapper=True)
     def step(self, run, micro_batches):
@@ -195,11 +188,11 @@ class SyncsAreErrors:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_nothing_in_a_step_waits_for_the_gpu():
+def test_a_step_does_not_wait_for_the_gpu():
     train("cuda", [SyncsAreErrors()], log_every_n_steps=1000, num_sanity_val_steps=0)
 
 
-def test_nothing_in_reading_ahead_waits_for_the_gpu():
+def test_reading_ahead_does_not_wait_for_the_gpu():
     class Watched(SyncsAreErrors):
         @hookimpl(wrapper=True)
         def device_batches(self, run, loader, stage):
@@ -224,8 +217,8 @@ def test_nothing_in_reading_ahead_waits_for_the_gpu():
 
 @pytest.mark.parametrize("prefetch", [1, 3])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_large_batches_under_a_slow_gpu_are_the_right_ones(prefetch, workers):
-    """Steps take long on the GPU, the CPU runs far ahead of it, memory is reused at once: each batch must still be itself."""
+def test_large_batches_are_unchanged_on_a_slow_gpu(prefetch, workers):
+    """Steps are slow on the GPU, the CPU is far ahead, and memory is reused immediately."""
 
     class Check(Net):
         def training_step(self, batch, batch_idx):
@@ -237,17 +230,13 @@ def test_large_batches_under_a_slow_gpu_are_the_right_ones(prefetch, workers):
     data = TensorDataset(x, x[:, :1].clone())
     net = Check()
     net.sums = []
-    options = {
-        "accelerator_options": {"prefetch": prefetch},
-        "enable_progress_bar": False,
-        "strategy": "single",
-    }
+    options = {"accelerator_options": {"prefetch": prefetch}, "strategy": "single"}
+    options["enable_progress_bar"] = False
     trainer = gt.Trainer(accelerator="cuda", devices=1, max_epochs=1, **options)
     trainer.fit(net, DataLoader(data, batch_size=64, num_workers=workers, pin_memory=workers > 0))
     found = torch.stack(net.sums).cpu()
-    torch.testing.assert_close(
-        found, x.view(200, -1).sum(dim=1, dtype=torch.float64), rtol=1e-9, atol=1e-6
-    )
+    expected = x.view(200, -1).sum(dim=1, dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-6)
 
 
 @pytest.mark.parametrize("pin_memory", [True, False])
@@ -272,21 +261,20 @@ def test_batches_are_pinned_and_on_the_gpu(monkeypatch, prefetch, pin_memory):
     gt.Trainer(accelerator="cuda", devices=1, max_steps=3, strategy="single", **options).fit(
         Look(), loader()
     )
-    assert batches == ["cuda"] * 6  # x and y of three
+    assert batches == ["cuda"] * 6  # x and y of three batches
     assert set(copied) == {("cpu", pin_memory)}
     assert len(copied) == 6
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 @pytest.mark.parametrize("where", ["on the gpu", "pinned"])
-def test_a_buffer_that_the_loader_fills_again(prefetch, where):
-    """The GPU is far behind the CPU; each batch must still be itself."""
+def test_a_loader_may_refill_its_buffer(prefetch, where):
+    """The GPU is far behind the CPU; batches must not change."""
     steps, size = 30, 2**22
-    buffer = (
-        torch.empty(size, device="cuda")
-        if where == "on the gpu"
-        else torch.empty(size).pin_memory()
-    )
+    if where == "on the gpu":
+        buffer = torch.empty(size, device="cuda")
+    else:
+        buffer = torch.empty(size).pin_memory()
 
     class Check(Net):
         def training_step(self, batch, batch_idx):
@@ -300,16 +288,13 @@ def test_a_buffer_that_the_loader_fills_again(prefetch, where):
 
     net = Check()
     net.seen = []
-    options = {
-        "accelerator_options": {"prefetch": prefetch},
-        "enable_progress_bar": False,
-        "strategy": "single",
-    }
+    options = {"accelerator_options": {"prefetch": prefetch}, "strategy": "single"}
+    options["enable_progress_bar"] = False
     gt.Trainer(accelerator="cuda", devices=1, max_epochs=1, **options).fit(net, refills())
     assert torch.stack(net.seen).tolist() == [[value, value] for value in range(steps)]
 
 
-def test_counting_without_nvml_leaves_this_process_able_to_fork():
+def test_processes_forked_after_counting_without_nvml_can_use_cuda():
     run_alone("""
 import os, sys
 sys.modules["pynvml"] = None
@@ -329,20 +314,14 @@ assert torch.cuda.device_count() == count > 0
 
 
 def precisions():
-    """What torch says of float32, in the words of both its generations."""
+    """Return the precisions of float32 in torch's tree, or ``None`` if torch has no tree."""
     backends = torch.backends
-    nodes = [
-        backends,
-        backends.cudnn,
-        backends.cuda.matmul,
-        backends.mkldnn.matmul,
-        backends.cudnn.conv,
-        backends.cudnn.rnn,
-    ]
+    nodes = [backends, backends.cudnn, backends.cuda.matmul, backends.mkldnn.matmul]
+    nodes += [backends.cudnn.conv, backends.cudnn.rnn]
     return [node.fp32_precision for node in nodes] if hasattr(backends, "fp32_precision") else None
 
 
-def test_settings_are_as_before_afterwards():
+def test_a_run_restores_the_settings():
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
     nodes, seen = precisions(), []
 
@@ -363,7 +342,7 @@ def test_settings_are_as_before_afterwards():
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_the_current_device_is_as_before_afterwards():
+def test_a_run_restores_the_current_device():
     seen, before = [], torch.cuda.current_device()
 
     class Look(Net):
@@ -381,7 +360,7 @@ def test_the_current_device_is_as_before_afterwards():
 
 
 @needs_nvml
-def test_figures_from_a_thread():
+def test_a_thread_can_sample_figures():
     samples = []
 
     class Monitor:

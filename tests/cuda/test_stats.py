@@ -1,4 +1,4 @@
-"""device_stats: which figures, in which units, and what becomes of those that NVML cannot say."""
+"""device_stats: the figures, their units, and figures that NVML does not know."""
 
 import types
 
@@ -55,16 +55,13 @@ def make_run(devices=(0,), each=1, local_rank=0):
 
 
 def figures(index, sample):
-    """The figures of one GPU, without those of torch."""
-    found = {
-        name.removeprefix(f"gpu{index}_"): value
-        for name, value in sample.items()
-        if name.startswith(f"gpu{index}_")
-    }
-    return {name: value for name, value in found.items() if not name.startswith("torch_")}
+    """Return the figures of one GPU, without those of torch."""
+    prefix = f"gpu{index}_"
+    names = [name for name in sample if name.startswith(prefix)]
+    return {name.removeprefix(prefix): sample[name] for name in names if "_torch_" not in name}
 
 
-def test_every_figure_in_its_unit(machine):
+def test_every_figure_has_its_unit(machine):
     machine(1)
     sample = CUDAAccelerator().device_stats(make_run())
     assert figures(0, sample) == ALL
@@ -75,18 +72,16 @@ def test_every_figure_in_its_unit(machine):
     assert all(type(value) is float for value in sample.values())
 
 
-def test_one_rank_a_node_reports_all_gpus_of_the_plan_and_its_own_memory(machine, monkeypatch):
+def test_one_rank_of_a_node_reports_all_gpus_of_the_plan_and_its_memory(machine, monkeypatch):
     machine(4)
     sample = stats.Stats().sample(make_run(devices=(3, 1)))
     assert {name.partition("_")[0] for name in sample} == {"gpu1", "gpu3"}
-    assert {name for name in sample if "torch" in name} == {
-        "gpu3_torch_allocated_mib",
-        "gpu3_torch_reserved_mib",
-    }
+    memory = {name for name in sample if "torch" in name}
+    assert memory == {"gpu3_torch_allocated_mib", "gpu3_torch_reserved_mib"}
     assert stats.Stats().sample(make_run(devices=(3, 1), local_rank=1)) is None
 
 
-def test_dp_has_memory_on_all_of_its_gpus(machine):
+def test_dp_reports_the_memory_of_all_its_gpus(machine):
     machine(2)
     sample = stats.Stats().sample(make_run(devices=(0, 1), each=2))
     assert (sample["gpu0_torch_allocated_mib"], sample["gpu1_torch_allocated_mib"]) == (1, 2)
@@ -103,7 +98,7 @@ def test_indices_are_cudas(machine, monkeypatch):
     [pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_UNKNOWN],
 )
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_a_figure_that_cannot_be_had_is_left_out_alone(machine, function, error):
+def test_only_figures_that_nvml_does_not_know_are_missing(machine, function, error):
     machine(FakeGPU("GPU-a", errors={function: error}))
     assert set(figures(0, stats.Stats().sample(make_run()))) == set(ALL) - FUNCTIONS[function]
 
@@ -121,23 +116,13 @@ def test_a_figure_that_cannot_be_had_is_left_out_alone(machine, function, error)
     ],
 )
 @pytest.mark.parametrize("old_driver", [False, True])
-def test_why_clocks_are_held_down(machine, reason, groups, old_driver):
-    errors = (
-        {"nvmlDeviceGetCurrentClocksEventReasons": pynvml.NVML_ERROR_FUNCTION_NOT_FOUND}
-        if old_driver
-        else {}
-    )
-    machine(
-        FakeGPU(
-            "GPU-a", clock_reasons=getattr(pynvml, f"nvmlClocksEventReason{reason}"), errors=errors
-        )
-    )
+def test_reasons_for_reduced_clocks_are_in_groups(machine, reason, groups, old_driver):
+    errors = {"nvmlDeviceGetCurrentClocksEventReasons": pynvml.NVML_ERROR_FUNCTION_NOT_FOUND}
+    bits = getattr(pynvml, f"nvmlClocksEventReason{reason}")
+    machine(FakeGPU("GPU-a", clock_reasons=bits, errors=errors if old_driver else {}))
     found = figures(0, stats.Stats().sample(make_run()))
-    assert {
-        name.removeprefix("throttled_")
-        for name in found
-        if name.startswith("throttled_") and found[name]
-    } == groups
+    flags = {name for name in found if name.startswith("throttled_") and found[name]}
+    assert {name.removeprefix("throttled_") for name in flags} == groups
     assert found["throttled"] == bool(groups)
     assert set(found) == set(ALL)
 
@@ -145,41 +130,31 @@ def test_why_clocks_are_held_down(machine, reason, groups, old_driver):
 def test_nvlink_is_a_rate_between_samples(machine, monkeypatch):
     clock = iter([0.0, 1.0, 3.0, 5.0, 6.0, 7.0])
     monkeypatch.setattr(stats, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
-    #        sample 1: before, after       2: before, after               3: the counters began anew
+    #        sample 1: before, after       2: before, after               3: after a reset
     counts = [(0, 0), (1024, 2048), (9, 9), (1024 * 9, 2048 * 9), (1, 1), (2, 2)]
     machine(FakeGPU("GPU-a", links=counts))
     keeper = stats.Stats()
     rates = [figures(0, keeper.sample(make_run())) for _ in range(3)]
-    assert [(r["nvlink_tx_mib_per_s"], r["nvlink_rx_mib_per_s"]) for r in rates] == [
-        (1, 2),
-        (2, 4),
-        (0, 0),
-    ]
-    assert (
-        set(rates[0]) == set(rates[1]) == set(ALL) | {"nvlink_tx_mib_per_s", "nvlink_rx_mib_per_s"}
-    )
+    sent, received = "nvlink_tx_mib_per_s", "nvlink_rx_mib_per_s"
+    assert [(rate[sent], rate[received]) for rate in rates] == [(1, 2), (2, 4), (0, 0)]
+    assert set(rates[0]) == set(rates[1]) == set(ALL) | {sent, received}
 
 
-def test_a_mig_instance_has_memory_of_its_own_and_the_boards_temperature(machine):
+def test_a_mig_instance_has_its_own_memory_and_the_boards_temperature(machine):
     unsupported = dict.fromkeys(FUNCTIONS, pynvml.NVML_ERROR_NOT_SUPPORTED)
     del unsupported["nvmlDeviceGetMemoryInfo"]
     instance = FakeGPU("MIG-a", used=5 * 2**20, total=10 * 2**20, errors=unsupported)
     machine(FakeGPU("GPU-a", instances=[instance]))
     found = figures(0, stats.Stats().sample(make_run()))
-    assert (found["memory_used_mib"], found["memory_total_mib"], found["temperature_celsius"]) == (
-        5,
-        10,
-        61,
-    )
+    assert (found["memory_used_mib"], found["memory_total_mib"]) == (5, 10)
+    assert found["temperature_celsius"] == 61
     assert "utilization_percent" not in found
 
 
 @pytest.mark.parametrize("missing", ["nvml", "rocm", "index"])
-def test_without_nvml_torch_tells_its_own(machine, monkeypatch, missing):
-    machine(
-        0 if missing == "index" else 1,
-        error=pynvml.NVML_ERROR_DRIVER_NOT_LOADED if missing == "nvml" else None,
-    )
+def test_without_nvml_the_sample_has_torchs_memory(machine, monkeypatch, missing):
+    error = pynvml.NVML_ERROR_DRIVER_NOT_LOADED if missing == "nvml" else None
+    machine(0 if missing == "index" else 1, error=error)
     if missing == "rocm":
         monkeypatch.setattr(torch.version, "hip", "6.4")
     assert stats.Stats().sample(make_run()) == {

@@ -1,4 +1,4 @@
-"""find_usable_cuda_devices: which GPUs are taken, by whom, and what is asked only where NVML cannot say."""
+"""find_usable_cuda_devices: occupied GPUs, their processes, and probes without NVML's answer."""
 
 import os
 import subprocess
@@ -14,22 +14,28 @@ from geartrain_cuda import CUDAAccelerator, usable
 
 from .fake_pynvml import MIB, FakeGPU
 
-SOMEONE = 1  # init's: never this process's descendant
+OTHER = 1  # the pid of init, which is never a descendant of this process
 NO_LIST = {"nvmlDeviceGetComputeRunningProcesses": pynvml.NVML_ERROR_NO_PERMISSION}
 
 
 def busy(letter="b", **more):
-    return FakeGPU(f"GPU-{letter}", processes=[(SOMEONE, 4000 * MIB)], **more)
+    return FakeGPU(f"GPU-{letter}", processes=[(OTHER, 4000 * MIB)], **more)
 
 
 @pytest.fixture
 def probe(monkeypatch):
-    """``probe("GPU-b")`` lets an allocation fail on these; gives the file in which each probe leaves what it was narrowed to."""
+    """``probe(folder, "GPU-b")`` lets allocations fail on these GPUs.
+
+    It returns a function that reads the GPUs of all probes.
+    """
 
     def fails(folder, *names):
-        code = "import os; name, = [os.environ[n] for n in ('HIP_VISIBLE_DEVICES', 'CUDA_VISIBLE_DEVICES') if n in os.environ]; "
+        code = "import os; "
+        code += "variables = ('HIP_VISIBLE_DEVICES', 'CUDA_VISIBLE_DEVICES'); "
+        code += "name, = [os.environ[n] for n in variables if n in os.environ]; "
         code += "open({!r}, 'a').write(name + '\\n'); {}"
-        does = f"raise SystemExit('RuntimeError: CUDA error: all CUDA-capable devices are busy' if name in {names!r} else 0)"
+        does = "error = 'RuntimeError: CUDA error: all CUDA-capable devices are busy'; "
+        does += f"raise SystemExit(error if name in {names!r} else 0)"
         log = folder / "probes"
         log.touch()
         monkeypatch.setattr(usable, "_PROBE", code.format(str(log), does))
@@ -38,67 +44,64 @@ def probe(monkeypatch):
     return fails
 
 
-def test_it_is_found_where_users_look():
+def test_the_package_exports_the_function():
     import geartrain_cuda
 
     assert find_usable_cuda_devices is geartrain_cuda.find_usable_cuda_devices
 
 
 @pytest.mark.parametrize("n", [-2, 1.0, "2", True, None, [0]])
-def test_what_is_no_number_of_gpus_is_refused(machine, n):
+def test_an_invalid_number_of_gpus_is_refused(machine, n):
     machine(2)
     with pytest.raises(ValueError, match="number of GPUs, or -1"):
         find_usable_cuda_devices(n)
 
 
-def test_free_gpus_in_order(machine):
+def test_free_gpus_are_found_in_order(machine):
     fake = machine(4)
     assert find_usable_cuda_devices(0) == []
     assert fake.calls == []
     assert find_usable_cuda_devices(2) == [0, 1]
-    assert (
-        find_usable_cuda_devices(4)
-        == find_usable_cuda_devices()
-        == find_usable_cuda_devices(-1)
-        == [0, 1, 2, 3]
-    )
+    for arguments in ((4,), (), (-1,)):
+        assert find_usable_cuda_devices(*arguments) == [0, 1, 2, 3]
 
 
-def test_more_than_exist_is_a_value_error(machine):
+def test_more_than_the_visible_gpus_is_a_value_error(machine):
     machine(4)
     with pytest.raises(ValueError, match=r"\(5\): only 4 GPUs are visible"):
         find_usable_cuda_devices(5)
 
 
-def test_busy_ones_are_passed_over(machine):
+def test_busy_gpus_are_skipped(machine):
     machine(FakeGPU("GPU-a"), busy(), FakeGPU("GPU-c"))
     assert find_usable_cuda_devices(2) == [0, 2]
     assert find_usable_cuda_devices() == [0, 2]
 
 
-def test_too_few_names_gpus_and_processes(machine):
-    users = [(SOMEONE, 4000 * MIB), (2**22, None)]
+def test_the_error_for_too_few_gpus_names_gpus_and_processes(machine):
+    users = [(OTHER, 4000 * MIB), (2**22, None)]
     taken = FakeGPU("GPU-c", processes=users, mode=pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS)
-    machine(busy("a"), FakeGPU("GPU-b"), taken, names={SOMEONE: "/usr/bin/python3"})
+    machine(busy("a"), FakeGPU("GPU-b"), taken, names={OTHER: "/usr/bin/python3"})
     with pytest.raises(RuntimeError) as caught:
         find_usable_cuda_devices(2)
     for word in (
         "only 1 of 3 GPUs are free ([1])",
         "cuda:0, GPU 0 (NVIDIA H200): pid 1 /usr/bin/python3, 4000 MiB",
-        "cuda:2, GPU 2 (NVIDIA H200): pid 1 /usr/bin/python3, 4000 MiB and pid 4194304 (name unknown) (exclusive mode)",
+        "cuda:2, GPU 2 (NVIDIA H200): pid 1 /usr/bin/python3, 4000 MiB and "
+        "pid 4194304 (name unknown) (exclusive mode)",
         "Fix: ",
     ):
         assert word in str(caught.value)
 
 
-def test_none_free_is_none_for_all_and_an_error_for_one(machine):
+def test_without_a_free_gpu_all_is_an_empty_list_and_one_is_an_error(machine):
     machine(busy("a"), busy("b"))
     assert find_usable_cuda_devices() == []
     with pytest.raises(RuntimeError, match="only 0 of 2"):
         find_usable_cuda_devices(1)
 
 
-def test_indices_count_after_the_variable(machine, monkeypatch):
+def test_indices_count_the_entries_of_the_variable(machine, monkeypatch):
     machine(busy("a"), FakeGPU("GPU-b"), busy("c"), FakeGPU("GPU-d"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,2,1")
     assert find_usable_cuda_devices() == [0, 2]
@@ -106,8 +109,8 @@ def test_indices_count_after_the_variable(machine, monkeypatch):
         find_usable_cuda_devices(3)
 
 
-def test_own_processes_do_not_count(machine):
-    # Both wait until their input is closed.
+def test_this_process_and_its_descendants_do_not_occupy_a_gpu(machine):
+    # Both processes wait until their input is closed.
     code = "import os, sys; pid = os.fork(); pid and print(pid, flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -122,7 +125,7 @@ def test_own_processes_do_not_count(machine):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "why"),
+    ("gpu", "reason"),
     [
         ({"mode": pynvml.NVML_COMPUTEMODE_PROHIBITED}, "PROHIBITED; nvidia-smi -c DEFAULT"),
         ({"errors": {"nvmlDeviceGetHandleByIndex": pynvml.NVML_ERROR_GPU_IS_LOST}}, "GPU is lost"),
@@ -133,10 +136,10 @@ def test_own_processes_do_not_count(machine):
         ),
     ],
 )
-def test_gpus_that_take_nobody(machine, gpu, why):
+def test_prohibited_and_lost_gpus_are_skipped(machine, gpu, reason):
     machine(FakeGPU("GPU-a", **gpu), FakeGPU("GPU-b"))
     assert find_usable_cuda_devices() == [1]
-    with pytest.raises(RuntimeError, match=why):
+    with pytest.raises(RuntimeError, match=reason):
         find_usable_cuda_devices(2)
 
 
@@ -145,42 +148,36 @@ def test_an_exclusive_gpu_without_a_process_is_free(machine):
     assert find_usable_cuda_devices() == [0]
 
 
-def test_mig_instances_have_processes_of_their_own(machine):
-    machine(
-        FakeGPU(
-            "GPU-a",
-            instances=[FakeGPU("MIG-a", gi=1, processes=[(SOMEONE, 1)]), FakeGPU("MIG-b", gi=2)],
-        )
-    )
+def test_each_mig_instance_has_its_own_processes(machine):
+    instances = [FakeGPU("MIG-a", gi=1, processes=[(OTHER, 1)]), FakeGPU("MIG-b", gi=2)]
+    machine(FakeGPU("GPU-a", instances=instances))
     assert find_usable_cuda_devices() == [1]
 
 
-# --- where NVML cannot say -----------------------------------------------------------------------------------------------
+# --- probes, if NVML does not know the processes --------------------------------------------------
 
 
-def test_no_probe_where_nvml_can_say(machine, probe, tmp_path):
+def test_no_probe_runs_if_nvml_knows_the_processes(machine, probe, tmp_path):
     probes = probe(tmp_path)
     machine(busy("a"), FakeGPU("GPU-b"))
     find_usable_cuda_devices()
     assert probes() == []
 
 
-def test_a_gpu_of_which_nvml_cannot_say_is_probed_alone(machine, probe, tmp_path):
+def test_only_a_gpu_with_unknown_processes_is_probed(machine, probe, tmp_path):
     probes = probe(tmp_path, "GPU-b")
     machine(FakeGPU("GPU-a"), *(FakeGPU(f"GPU-{letter}", errors=NO_LIST) for letter in "bcd"))
     assert find_usable_cuda_devices(2) == [0, 2]
-    assert probes() == ["GPU-b", "GPU-c"]  # none that is not needed
-    with pytest.raises(
-        RuntimeError,
-        match=r"cuda:1, GPU 1 .*: an allocation failed: RuntimeError: CUDA error: all CUDA-capable",
-    ):
+    assert probes() == ["GPU-b", "GPU-c"]  # GPU-d is not needed
+    message = "cuda:1, GPU 1 .*: an allocation failed: RuntimeError: CUDA error: all CUDA-capable"
+    with pytest.raises(RuntimeError, match=message):
         find_usable_cuda_devices(4)
 
 
 @pytest.mark.parametrize(
     ("variable", "narrowed"), [(None, ["0", "1", "2"]), ("2, 0,GPU-x", ["2", "0", "GPU-x"])]
 )
-def test_without_nvml_each_is_probed(
+def test_without_nvml_each_gpu_is_probed(
     machine, counts, probe, tmp_path, monkeypatch, variable, narrowed
 ):
     probes = probe(tmp_path, "0")
@@ -192,7 +189,7 @@ def test_without_nvml_each_is_probed(
     assert probes() == narrowed
 
 
-def test_rocm_does_not_ask_nvml(machine, counts, probe, tmp_path, monkeypatch):
+def test_nvml_is_not_used_with_rocm(machine, counts, probe, tmp_path, monkeypatch):
     fake = machine(4)
     probe(tmp_path)
     monkeypatch.setattr(torch.version, "hip", "6.4")
@@ -216,12 +213,16 @@ def test_rocm_does_not_ask_nvml(machine, counts, probe, tmp_path, monkeypatch):
         ),
     ],
 )
-def test_rocms_variables(machine, counts, tmp_path, monkeypatch, environ, variable, narrowed):
-    """HIP's own goes before CUDA's, as in HIP and in torch; a probe sees that one alone."""
+def test_hips_variable_wins_over_cudas(
+    machine, counts, tmp_path, monkeypatch, environ, variable, narrowed
+):
+    """As in HIP and in torch; a probe sees only this variable."""
     machine(0)
     counts(2)
     log = tmp_path / "probes"
-    code = f"import os; open({str(log)!r}, 'a').write(repr({{k: v for k, v in os.environ.items() if k.endswith('VISIBLE_DEVICES')}}) + '\\n')"
+    code = "import os; "
+    code += "seen = {k: v for k, v in os.environ.items() if k.endswith('VISIBLE_DEVICES')}; "
+    code += f"open({str(log)!r}, 'a').write(repr(seen) + '\\n')"
     monkeypatch.setattr(usable, "_PROBE", code)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     for name, value in environ.items():
@@ -230,12 +231,12 @@ def test_rocms_variables(machine, counts, tmp_path, monkeypatch, environ, variab
     assert log.read_text().splitlines() == [repr({variable: name}) for name in narrowed]
 
 
-# --- counting in another process -----------------------------------------------------------------------------------------
+# --- counting in another process ------------------------------------------------------------------
 
 
 @pytest.fixture
 def counted(counts, monkeypatch, tmp_path):
-    """Gives how often a process counted."""
+    """Return a function that reads the number of processes that counted."""
     counts(0)
     code = f"open({str(tmp_path / 'log')!r}, 'a').write('x'); print('welcome'); import os; "
     code += "print(os.environ['CUDA_VISIBLE_DEVICES'].count(',') + 1)"
@@ -243,9 +244,9 @@ def counted(counts, monkeypatch, tmp_path):
     return lambda: len((tmp_path / "log").read_text())
 
 
-def test_the_driver_is_not_woken_here_and_once_there(machine, counted, monkeypatch):
+def test_another_process_counts_once_for_each_value_of_the_variable(machine, counted, monkeypatch):
     machine(error=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: pytest.fail("CUDA was woken"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: pytest.fail("CUDA was initialized"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     for _ in range(3):
         assert CUDAAccelerator.unavailable() is None
@@ -256,7 +257,7 @@ def test_the_driver_is_not_woken_here_and_once_there(machine, counted, monkeypat
     assert counted() == 2
 
 
-def test_where_cuda_is_in_use_it_is_asked_itself(machine, counts, monkeypatch):
+def test_torch_counts_in_this_process_if_cuda_is_in_use(machine, counts, monkeypatch):
     machine(error=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
     counts(7)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -268,15 +269,15 @@ def test_where_cuda_is_in_use_it_is_asked_itself(machine, counts, monkeypatch):
     torch.version.cuda is not None or torch.version.hip is not None,
     reason="this torch is built for GPUs",
 )
-def test_no_process_where_torch_cannot_use_a_gpu(monkeypatch):
+def test_no_process_is_started_if_torch_cannot_use_a_gpu(monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("a process was started"))
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert CUDAAccelerator.device_count() == 0
     assert "built without CUDA" in CUDAAccelerator.unavailable()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver here")
-def test_no_process_where_there_is_no_driver(machine, monkeypatch):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a driver")
+def test_no_process_is_started_without_a_driver(machine, monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("a process was started"))
     machine(error=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
     assert CUDAAccelerator.device_count() == 0
@@ -287,7 +288,7 @@ def test_no_process_where_there_is_no_driver(machine, monkeypatch):
     ("code", "words"),
     [("raise SystemExit('broken')", "failed: broken"), ("print('x')", "torch printed 'x")],
 )
-def test_a_count_that_fails_is_said(machine, counts, monkeypatch, code, words):
+def test_a_count_that_fails_is_a_warning(machine, counts, monkeypatch, code, words):
     machine(error=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
     counts(0)
     monkeypatch.setattr(usable, "_COUNT", code)
@@ -320,17 +321,18 @@ def test_the_probe_itself_runs_torch():
     assert "CUDA" in usable.probe("0")
 
 
-def test_no_context_is_made_by_counting_choosing_or_explaining(tmp_path):
-    """In a process of its own, with torch's own counting in the way of anything that would wake CUDA."""
+def test_counting_choosing_and_checking_create_no_context(tmp_path):
+    """Run in another process, in which torch fails if anything initializes CUDA."""
     code = """
 import sys, torch
 sys.path.insert(0, sys.argv[1])
 from fake_pynvml import FakeGPU, FakeNVML
-sys.modules["pynvml"] = FakeNVML(FakeGPU("GPU-a"), FakeGPU("GPU-b", processes=[(1, None)]), FakeGPU("GPU-c"))
+gpus = [FakeGPU("GPU-a"), FakeGPU("GPU-b", processes=[(1, None)]), FakeGPU("GPU-c")]
+sys.modules["pynvml"] = FakeNVML(*gpus)
 torch.version.cuda = "13.0"
-def woken(*arguments):
-    raise AssertionError("CUDA was woken")
-torch.cuda._lazy_init = torch.cuda.device_count = woken
+def initialized(*arguments):
+    raise AssertionError("CUDA was initialized")
+torch.cuda._lazy_init = torch.cuda.device_count = initialized
 import geartrain as gt
 from geartrain_cuda import CUDAAccelerator, find_usable_cuda_devices
 assert CUDAAccelerator.unavailable() is None
@@ -340,7 +342,8 @@ CUDAAccelerator.diagnose()
 trainer = gt.Trainer(accelerator="auto", devices=2, strategy="dp", accelerator_options={})
 assert trainer.plan.accelerator.name == "cuda" and trainer.plan.devices == (0, 1)
 trainer = gt.Trainer(accelerator="gpu", devices=1)
-trainer = gt.Trainer(accelerator="cuda", devices=2, strategy="dp", accelerator_options={"auto_select": True})
+options = {"auto_select": True}
+trainer = gt.Trainer(accelerator="cuda", devices=2, strategy="dp", accelerator_options=options)
 assert trainer.plan.devices == (0, 2)
 class Net(gt.Module):
     def training_step(self, batch, batch_idx): pass
@@ -349,17 +352,12 @@ trainer.check(Net())
 assert not torch.cuda.is_initialized()
 """
     folder = os.path.dirname(__file__)
-    done = subprocess.run(
-        [sys.executable, "-c", code, folder],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    command = [sys.executable, "-c", code, folder]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
 
 
-# --- auto_select ---------------------------------------------------------------------------------------------------------
+# --- auto_select ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -378,7 +376,7 @@ assert not torch.cuda.is_initialized()
         (range(2), [0, 1], [0, 1]),
     ],
 )
-def test_auto_select_takes_free_ones_for_a_number(machine, devices, indices, means):
+def test_auto_select_takes_free_gpus_for_a_number(machine, devices, indices, means):
     machine(FakeGPU("GPU-a"), busy(), FakeGPU("GPU-c"))
     assert CUDAAccelerator(auto_select=True).select_devices(devices, indices) == means
     assert CUDAAccelerator().select_devices(devices, indices) == indices
@@ -387,7 +385,6 @@ def test_auto_select_takes_free_ones_for_a_number(machine, devices, indices, mea
 @pytest.mark.parametrize("devices", [3, "auto"])
 def test_auto_select_that_finds_too_few_is_a_usage_error(machine, devices):
     machine(busy("a"), busy("b"), busy("c"))
-    with pytest.raises(
-        UsageError, match=r"geartrain-cuda\[cuda\]: auto_select: .*only 0 of 3 GPUs are free.*pid 1"
-    ):
+    message = r"geartrain-cuda\[cuda\]: auto_select: .*only 0 of 3 GPUs are free.*pid 1"
+    with pytest.raises(UsageError, match=message):
         CUDAAccelerator(auto_select=True).select_devices(devices, [0, 1, 2])

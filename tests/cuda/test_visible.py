@@ -1,4 +1,4 @@
-"""CUDA_VISIBLE_DEVICES: every spelling, compared with torch's own reading, and any other text."""
+"""CUDA_VISIBLE_DEVICES: valid and invalid values, compared with torch, and any other text."""
 
 import os
 import warnings
@@ -20,12 +20,12 @@ NEW, OLD = "570.86.10", "535.129.03"
 
 
 def shown(variable, *, fake=None, **environ):
-    """(physical indices or MIG UUIDs that are shown, the problem)."""
+    """Return (physical indices or MIG UUIDs of the visible devices, the problem)."""
     fake = fake or FakeNVML(*map(FakeGPU, UUIDS))
+    if variable is not None:
+        environ["CUDA_VISIBLE_DEVICES"] = variable
     with mock.patch.dict("sys.modules", pynvml=fake), session() as nvml:
-        seen = view(
-            nvml, environ if variable is None else {"CUDA_VISIBLE_DEVICES": variable, **environ}
-        )
+        seen = view(nvml, environ)
         return [gpu.index if gpu.parent is None else gpu.uuid for gpu in seen.devices], seen.problem
 
 
@@ -47,7 +47,7 @@ def shown(variable, *, fake=None, **environ):
         ("GPU-71,GPU-0aa", [3, 1]),
     ],
 )
-def test_what_is_right_shows_gpus_and_no_problem(variable, means):
+def test_a_valid_value_shows_gpus_without_a_problem(variable, means):
     assert shown(variable) == (means, None)
 
 
@@ -75,14 +75,14 @@ def test_what_is_right_shows_gpus_and_no_problem(variable, means):
         ("cuda:0", [], "'cuda:0'"),
     ],
 )
-def test_what_is_wrong_hides_and_is_named(variable, means, entry):
+def test_an_invalid_entry_hides_gpus_and_is_named(variable, means, entry):
     devices, problem = shown(variable)
     assert devices == means
     assert entry in problem
     assert "Fix: " in problem
 
 
-# --- torch's reading as the measure --------------------------------------------------------------------------------------
+# --- the same reading as torch's ------------------------------------------------------------------
 
 
 def as_torch_reads(variable):
@@ -109,10 +109,10 @@ entries = st.one_of(
 @example("9,9")
 @example("0,9,9")
 @example("-0,0")
-def test_numbers_and_uuids_mean_what_torch_takes_them_for(text):
+def test_numbers_and_uuids_mean_the_same_gpus_as_in_torch(text):
     try:
         right = as_torch_reads(text)
-    except ValueError:  # torch fails on a sign alone; for CUDA it is an entry that is no number
+    except ValueError:  # torch fails for a sign without a number; for CUDA it is an invalid entry
         right = None
     devices, _ = shown(text)
     assert right is None or devices == right
@@ -126,7 +126,7 @@ def test_numbers_and_uuids_mean_what_torch_takes_them_for(text):
 @example("MIG-GPU-5d5ba0d6-d33d/1/²")
 @example("²")
 @example("MIG-GPU-")
-def test_any_text_gives_devices_or_one_outcome(text):
+def test_any_text_gives_devices_and_a_problem_with_a_fix(text):
     instances = [FakeGPU("MIG-1", gi=1), None, FakeGPU("MIG-2", gi=2)]
     fake = FakeNVML(
         FakeGPU("GPU-1"), FakeGPU("GPU-2", instances=instances), FakeGPU("GPU-3", instances=[])
@@ -137,11 +137,15 @@ def test_any_text_gives_devices_or_one_outcome(text):
     assert problem is None or "Fix: " in problem
 
 
-# --- MIG -----------------------------------------------------------------------------------------------------------------
+# --- MIG ------------------------------------------------------------------------------------------
 
 
 def mig(driver=NEW):
-    """GPU 0 whole; GPU 1 with three GPU instances, the last of which holds two compute instances; GPU 2 in MIG mode, empty."""
+    """Return a fake NVML with three GPUs.
+
+    GPU 0 is not in MIG mode. GPU 1 has three GPU instances; the last one has two compute instances.
+    GPU 2 is in MIG mode without instances.
+    """
     instances = [
         FakeGPU("MIG-aaaa", gi=1),
         None,
@@ -181,12 +185,12 @@ def mig(driver=NEW):
         ("MIG-aaaa,MIG-aaaa", [], []),
     ],
 )
-def test_mig(variable, new, old):
+def test_mig_instances_are_shown_as_cuda_shows_them(variable, new, old):
     assert shown(variable, fake=mig(NEW))[0] == new
     assert shown(variable, fake=mig(OLD))[0] == old
 
 
-def test_an_old_driver_says_what_it_hides():
+def test_the_problem_of_an_old_driver_names_the_hidden_devices():
     assert "only one MIG instance, and no other GPU" in shown(None, fake=mig(OLD))[1]
     assert "Fix: " in shown("MIG-aabb,MIG-aaaa", fake=mig(OLD))[1]
     assert shown(None, fake=mig(NEW))[1] is None
@@ -197,19 +201,16 @@ def test_two_instances_of_one_gpu_instance_are_one_device():
     assert "share a GPU instance" in shown("MIG-dddd,MIG-cccc", fake=mig(NEW))[1]
 
 
-def test_instances_whose_place_is_unknown_all_count():
+def test_all_instances_with_an_unknown_place_are_shown():
     error = {"nvmlDeviceGetGpuInstanceId": pynvml.NVML_ERROR_NO_PERMISSION}
-    fake = FakeNVML(
-        FakeGPU(
-            "GPU-1", instances=[FakeGPU("MIG-1", errors=error), FakeGPU("MIG-2", errors=error)]
-        ),
-        driver=NEW,
-    )
+    instances = [FakeGPU("MIG-1", errors=error), FakeGPU("MIG-2", errors=error)]
+    fake = FakeNVML(FakeGPU("GPU-1", instances=instances), driver=NEW)
     assert shown(None, fake=fake)[0] == ["MIG-1", "MIG-2"]
 
 
-# --- CUDA_DEVICE_ORDER ---------------------------------------------------------------------------------------------------
+# --- CUDA_DEVICE_ORDER ----------------------------------------------------------------------------
 
+LOST = {"nvmlDeviceGetHandleByIndex": pynvml.NVML_ERROR_GPU_IS_LOST}
 MIXED = [FakeGPU("GPU-1", "NVIDIA T4"), FakeGPU("GPU-2", "NVIDIA A100")]
 
 
@@ -222,16 +223,7 @@ MIXED = [FakeGPU("GPU-1", "NVIDIA T4"), FakeGPU("GPU-2", "NVIDIA A100")]
         (MIXED, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, False),
         (MIXED, {"CUDA_VISIBLE_DEVICES": "GPU-2,GPU-1"}, False),
         ([FakeGPU("GPU-1"), FakeGPU("GPU-2")], {}, False),
-        (
-            [
-                FakeGPU("GPU-1"),
-                FakeGPU(
-                    "GPU-2", errors={"nvmlDeviceGetHandleByIndex": pynvml.NVML_ERROR_GPU_IS_LOST}
-                ),
-            ],
-            {},
-            False,
-        ),
+        ([FakeGPU("GPU-1"), FakeGPU("GPU-2", errors=LOST)], {}, False),
     ],
 )
 def test_indices_of_different_models_are_uncertain(gpus, environ, uncertain):
@@ -243,7 +235,7 @@ def test_indices_of_different_models_are_uncertain(gpus, environ, uncertain):
         assert "Fix: export CUDA_DEVICE_ORDER=PCI_BUS_ID" in order
 
 
-def test_that_is_warned_of_once():
+def test_an_uncertain_order_is_warned_of_once():
     seen = View((), None, order="GPUs differ")
     with pytest.warns(UserWarning, match="GPUs differ"):
         seen.warn()
@@ -253,13 +245,13 @@ def test_that_is_warned_of_once():
         View((), None).warn()
 
 
-def test_whoever_takes_indices_warns(machine):
+def test_find_usable_cuda_devices_warns_of_an_uncertain_order(machine):
     machine(*MIXED)
     with pytest.warns(UserWarning, match="PCI_BUS_ID"):
         assert find_usable_cuda_devices() == [0, 1]
 
 
-def test_counting_is_this(machine, monkeypatch):
+def test_device_count_counts_the_visible_devices(machine, monkeypatch):
     machine(4)
     assert CUDAAccelerator.device_count() == 4
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,7,0")
