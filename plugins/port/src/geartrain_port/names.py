@@ -309,8 +309,8 @@ OF_TRAINER_CALL = {
     "enable_autolog_hparams": "nothing: every logger gets the hyperparameters",
     "model_registry": "nothing: upload the run's files yourself",
     "prepare_data_per_node": "nothing: prepare_data is called once per node",
-    "amp_backend": "precision='16-mixed': torch's own is the only one",
-    "amp_level": "precision='16-mixed': torch's own is the only one",
+    "amp_backend": "precision='16-mixed', which always uses torch's AMP",
+    "amp_level": "precision='16-mixed', which always uses torch's AMP",
     "move_metrics_to_cpu": (
         "nothing: outputs of training_epoch_end are detached, and those of predict on the CPU"
     ),
@@ -432,7 +432,7 @@ _BY_OWNER = {
 LOG = {
     "enable_graph": "nothing: a logged tensor is detached",
     "sync_dist_group": "nothing: sync_dist=True reduces over all ranks",
-    "metric_attribute": "nothing: the metric object itself is found",
+    "metric_attribute": "nothing: self.log finds the metric object",
 }
 
 

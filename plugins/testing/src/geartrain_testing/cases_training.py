@@ -51,7 +51,8 @@ class TrainingCases:
         ours, one = kit.report(scenario).ranks(), kit.reference(scenario).ranks()[0]
         for record in ours:
             assert record["notes"] == one["notes"], (
-                f"rank {record['rank']} noted {record['notes']}, one process {one['notes']}"
+                f"rank {record['rank']} has the notes {record['notes']}, "
+                f"and one process {one['notes']}"
             )
 
     @uses("sgd", "adam", "many_buckets", "accumulation")
