@@ -146,10 +146,10 @@ def microseconds(command: list[str], options: argparse.Namespace) -> float:
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
-    _, found, told = done.stdout.rpartition("microseconds:")
+    _, found, figure = done.stdout.rpartition("microseconds:")
     if not found:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
-    return float(told.split()[0])
+    return float(figure.split()[0])
 
 
 def main() -> None:

@@ -67,19 +67,19 @@ def test_training_ends_after_the_right_epoch(values, options, epochs, val):
         ([3], {"divergence_threshold": 2.0}, "metric = 3 is worse than divergence_threshold=2.0"),
     ],
 )
-def test_it_says_why(values, options, why, capsys):
+def test_the_printed_line_has_the_reason(values, options, why, capsys):
     callback, _ = run_on(values, **options)
     assert why in callback.reason
     assert why in capsys.readouterr().err
 
 
-def test_verbose_says_each_improvement(capsys):
+def test_verbose_prints_each_improvement(capsys):
     run_on([5, 4, 6], max_epochs=3, verbose=True)
     assert "metric went from 5 to 4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("every", [1.0, 3])
-def test_the_sanity_check_is_no_check(every):
+def test_the_sanity_check_does_not_count_as_a_check(every):
     callback, _ = run_on([1, 5, 5, 5], every=every, max_epochs=2, num_sanity_val_steps=2)
     assert callback.best_score == 5
 
@@ -92,7 +92,7 @@ def test_validation_within_an_epoch_ends_it_at_once(flush):
 
 
 @pytest.mark.parametrize("flush", [1, 50])
-def test_a_training_metric_is_that_of_the_step_before_the_validation(flush):
+def test_a_training_metric_has_the_value_of_the_step_before_the_validation(flush):
     def train(module, batch, batch_idx):
         module.log("loss", [9.0, 5.0, 0.0, 6.0, 0.0, 7.0][batch_idx])
 
@@ -107,7 +107,7 @@ def test_a_training_metric_is_that_of_the_step_before_the_validation(flush):
     assert (stopping.best_score, ended.global_step) == (5.0, 6)
 
 
-def test_an_epoch_that_does_not_log_the_metric_is_no_check():
+def test_an_epoch_without_the_metric_does_not_count_as_a_check():
     with pytest.warns(
         UserWarning, match="monitors 'metric', which was not logged"
     ):  # in the first epoch

@@ -233,7 +233,7 @@ def test_by_steps(tmp_path):
 
 @pytest.mark.parametrize("name", ["loss", "loss_step"])
 @pytest.mark.parametrize("flush", [1, 4, 50])
-def test_by_steps_a_files_score_is_that_of_its_step(tmp_path, name, flush):
+def test_by_steps_a_file_has_the_score_of_its_step(tmp_path, name, flush):
     losses = [5.0, 3.0, 4.0, 1.0, 2.0, 6.0]
 
     def logs(module, batch, batch_idx):
@@ -373,7 +373,7 @@ def test_files_of_one_name_get_versions_and_the_dropped_file_is_replaced(tmp_pat
     }
 
 
-def test_the_folder_is_that_of_the_run(tmp_path):
+def test_the_default_folder_is_in_the_runs_folder(tmp_path):
     fit(
         EvalNet(),
         val=loader(),
@@ -400,7 +400,7 @@ class Watches:
         self.seen.append((path.name, sorted(file.name for file in self.folder.iterdir())))
 
 
-def test_the_old_file_goes_only_when_the_new_one_is_whole(tmp_path):
+def test_the_old_file_is_deleted_only_after_the_new_one_is_complete(tmp_path):
     watches = Watches(tmp_path)
     left = [3.0, 2.0]
     callback = ModelCheckpoint("metric", dirpath=tmp_path, filename="{step}")

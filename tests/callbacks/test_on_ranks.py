@@ -122,17 +122,17 @@ def test_nan_on_one_rank_stops_both_and_names_it(check, reason):
 
 
 def test_nan_on_one_rank_fails_both_with_one_error():
-    told = {}
+    messages = {}
 
     class Tells:
         @hookimpl
         def on_exception(self, run, error):
-            told[run.world.rank] = str(error)
+            messages[run.world.rank] = str(error)
 
     with pytest.raises(gt.TrainingError, match="the loss was not finite in step 3, on rank 1"):
         fit(Bad(), Tells(), NaNGuard("raise"))
-    assert "the loss was not finite in step 3, on rank 1" in told[0]
-    assert told[0] == told[1]
+    assert "the loss was not finite in step 3, on rank 1" in messages[0]
+    assert messages[0] == messages[1]
 
 
 @pytest.mark.parametrize("check", ["loss", "gradients"])

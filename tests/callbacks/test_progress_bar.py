@@ -319,7 +319,7 @@ def test_a_narrow_terminal_keeps_one_line_a_bar(terminal, monkeypatch, capsys, c
         assert any("6/6" in line for line in lines)
 
 
-def test_a_name_with_brackets_is_no_markup(terminal, capsys):
+def test_brackets_in_a_name_are_not_markup(terminal, capsys):
     fit(
         Logging(lambda self, *_: self.log("[red]a[/b]", 1.0, prog_bar=True)),
         log_every_n_steps=1,

@@ -79,7 +79,7 @@ def test_blocked_names(refused, write):
 @pytest.mark.parametrize(
     "words", ["--config conf.yaml --max-epochs 2", "--max-epochs=2 --config=conf.yaml"]
 )
-def test_the_command_line_wins_wherever_it_stands(plan, write, words):
+def test_the_command_line_overrides_the_file_in_any_order(plan, write, words):
     write("conf.yaml", "max_epochs: 7\nseed: 3\ndata: {batch_size: 8, samples: 32}\n")
     facts = plan(f"{words} --data.batch-size 2")
     assert (

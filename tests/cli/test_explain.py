@@ -57,7 +57,7 @@ def test_explain_starts_nothing(command, folder, write, words):
     assert {path.name for path in set(folder.iterdir()) - before} <= {"__pycache__"}
 
 
-def test_explain_refuses_what_fit_would_refuse(refused):
+def test_explain_makes_the_same_checks_as_fit(refused):
     assert "single" in refused("explain net.py --strategy sngle")
     assert "drives one device" in refused("explain net.py --strategy single --devices 2")
     assert "TARGET comes first" in refused("explain")

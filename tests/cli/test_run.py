@@ -325,7 +325,7 @@ def test_a_checkpoint_of_another_model(command, fit):
     assert "out/last.ckpt does not fit Net" in done.err
 
 
-def test_an_interrupt_is_no_traceback(command, write, left):
+def test_an_interrupt_prints_no_traceback(command, write, left):
     write(
         "mine.py",
         MINE.format("    def training_step(self, batch, batch_idx): raise KeyboardInterrupt\n", ""),

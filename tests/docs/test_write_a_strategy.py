@@ -16,7 +16,7 @@ TEXT = PAGE.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("file", ["src/geartrain_mine/strategy.py", "tests/test_mine.py"])
-def test_shows_what_the_command_writes(file):
+def test_the_page_shows_the_files_of_the_command(file):
     (shown,) = (
         block.text for block in blocks.read_blocks(PAGE) if block.file == f"geartrain-mine/{file}"
     )
@@ -27,13 +27,13 @@ def test_shows_what_the_command_writes(file):
 @pytest.mark.parametrize(
     "function", ["launch", "reserve", "join", "variables", "threads", "raise_on_signals"]
 )
-def test_parallel_has_what_the_page_names(function):
+def test_parallel_has_the_functions_on_the_page(function):
     assert f"`{function}(" in TEXT
     assert function in parallel.__all__
 
 
 @pytest.mark.parametrize("function", ["outcome", "apply_result"])
-def test_spawn_has_what_the_page_names(function):
+def test_spawn_has_the_functions_on_the_page(function):
     parameters = ", ".join(inspect.signature(getattr(handover, function)).parameters)
     assert f"`{function}({parameters})`" in TEXT
     assert f"`{handover.__name__}`" in TEXT

@@ -14,7 +14,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "write-an-accelerator.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 
 
-def test_shows_what_the_command_writes():
+def test_the_page_shows_the_files_of_the_command():
     file = "src/geartrain_mine/accelerator.py"
     (shown,) = (
         block.text for block in blocks.read_blocks(PAGE) if block.file == f"geartrain-mine/{file}"

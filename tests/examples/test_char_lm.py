@@ -118,7 +118,7 @@ def test_a_prediction_looks_back_on_the_whole_context(chars):
         assert not torch.equal(model(text)[0, -1], model(other)[0, -1])
 
 
-def test_the_first_loss_is_that_of_a_guess(chars, data):
+def test_the_first_loss_equals_random_guessing(chars, data):
     torch.manual_seed(0)
     inputs, following = (
         torch.stack(column) for column in zip(*(data.train[i] for i in range(64)), strict=True)

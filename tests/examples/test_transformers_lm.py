@@ -74,7 +74,7 @@ def test_the_model_as_it_is_learns_and_is_saved(example, gpt2, bound, strategy):
     assert torch.stack(losses).mean() < 0.9 * bound
 
 
-def test_a_fresh_model_is_no_better_than_a_guess(gpt2):
+def test_an_untrained_model_equals_random_guessing(gpt2):
     torch.manual_seed(0)
     [batch] = DataLoader(gpt2.HelpTopics().train, batch_size=8, sampler=range(8))
     assert set(batch) == {"input_ids", "labels"}

@@ -35,7 +35,7 @@ class Measured(EvalNet):
         self.log("rank", self.rank)
 
 
-def test_the_epochs_value_is_that_of_all_samples_at_once():
+def test_the_epochs_value_is_computed_over_all_samples():
     net = Measured()
     one = fit(net, loader(), loader(22, 5), num_sanity_val_steps=2)
     x, y = (torch.cat(parts) for parts in zip(*loader(22, 5), strict=True))

@@ -28,7 +28,7 @@ def by_hand(module, batches, lrs):
 
 
 @pytest.mark.parametrize("mode", ["exponential", "linear"])
-def test_losses_are_those_of_a_loop_written_by_hand(mode):
+def test_losses_equal_those_of_a_hand_written_loop(mode):
     module = Net(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
     same = copy.deepcopy(module)
     found = find(module, mode=mode, min_lr=1e-4, max_lr=1e-1)
@@ -50,7 +50,7 @@ def test_losses_are_those_of_a_loop_written_by_hand(mode):
 
 
 @pytest.mark.parametrize("curvature", [0.5, 4.0, 30.0])
-def test_the_suggestion_lies_where_a_quadratic_converges(curvature):
+def test_with_the_suggestion_a_quadratic_converges(curvature):
     found = find(Quadratic(curvature), min_lr=1e-6, max_lr=100.0, num_training=150)
     suggestion, q, m = (
         found.suggestion(),
@@ -194,7 +194,7 @@ def test_it_ends_when_the_loss_diverges(offset):
     assert f"{found.lrs[-1]:.3g}" in found.stopped
 
 
-def test_one_lucky_batch_at_first_is_no_divergence():
+def test_a_low_loss_in_the_first_batch_does_not_count_as_divergence():
     class Lucky(Net):
         def training_step(self, batch, batch_idx):
             return self.loss(batch) * (1e-6 if self.global_step == 0 else 1)
@@ -238,7 +238,7 @@ class Manual(Net):
         optimizer.step()
 
 
-def test_in_manual_optimisation_the_loss_is_that_of_the_first_backward():
+def test_in_manual_optimisation_the_loss_is_the_first_backwards():
     class Two(Manual):
         def training_step(self, batch, batch_idx):
             super().training_step(batch, batch_idx)

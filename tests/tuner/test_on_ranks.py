@@ -18,7 +18,7 @@ def find(module, **options):
     return curve, strategy
 
 
-def test_the_curve_is_that_of_one_process_on_all_the_data():
+def test_the_curve_equals_that_of_one_process_on_all_the_data():
     """Two ranks with batches of 4 see the same samples as one process with batches of 8."""
 
     class Lr(Net):

@@ -15,7 +15,7 @@ from rich.table import Column
 
 from geartrain_callbacks.lines import Count, Lines, metrics_text
 
-#: The fewest seconds between two drawings; nobody can read a faster bar.
+#: The fewest seconds between two drawings; a faster bar is unreadable.
 _SECONDS_A_DRAWING = 0.1
 #: Drawing takes at most 1/300 of the time: slow drawings are made less often.
 _PART_OF_TIME = 300

@@ -407,7 +407,7 @@ class ModelCheckpoint:
         except BaseException:
             self.load_state_dict(before)
             raise
-        self._tell_and_delete(run, turn)
+        self._report_and_delete(run, turn)
 
     def _decide(self, run: Run, epochs: int, due: bool) -> _Turn:
         folder = self._folder(run.plan)
@@ -477,7 +477,7 @@ class ModelCheckpoint:
                 self._best = next(iter(self._ranked()), "")
                 self.best_model_score = self._scores.get(self._best)
 
-    def _tell_and_delete(self, run: Run, turn: _Turn) -> None:
+    def _report_and_delete(self, run: Run, turn: _Turn) -> None:
         if turn.name and self.verbose:
             why = "" if turn.score is None else f": {self.monitor} = {turn.score:.6g}"
             say(run, f"model_checkpoint: saved {self._path(turn.name)}{why}.")

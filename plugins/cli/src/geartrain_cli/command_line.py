@@ -29,8 +29,8 @@ _HELP = {
     "tune": "find a learning rate (tune lr TARGET) or a batch size (tune batch-size TARGET)",
     "explain": "show the plan and the plugins that implement each hook; start nothing",
     "plugins": "list installed plugins, and why a plugin cannot be used",
-    "doctor": "examine this machine and list what to fix",
-    "conformance": "test that an installed strategy does what every strategy must do",
+    "doctor": "examine this machine and list the fixes",
+    "conformance": "test that an installed strategy fulfils the contract of strategies",
     "new": "write a package with your own strategy, accelerator, plugin or command",
     "port": "rewrite a script that was written for PyTorch Lightning",
 }

@@ -80,7 +80,7 @@ class DeviceStats:
 
         def look(batch: Any) -> Any:
             if figures or notes:
-                _tell(run, monitor)
+                _report(run, monitor)
             return batch
 
         return Through(batches, loader, look)
@@ -103,7 +103,7 @@ class DeviceStats:
     def _log_at_the_latest(self, run: Run) -> None:
         if self._monitor is not None:
             self._monitor.first()
-            _tell(run, self._monitor)
+            _report(run, self._monitor)
 
     def _stop(self) -> None:
         monitor = self._monitor
@@ -115,7 +115,7 @@ class DeviceStats:
         self._monitor = None
 
 
-def _tell(run: Run, monitor: Monitor) -> None:
+def _report(run: Run, monitor: Monitor) -> None:
     """Print and log the monitor's news in the training thread, where loggers expect their calls."""
     while monitor.notes:
         _warn(monitor.notes.popleft())

@@ -105,7 +105,7 @@ def check(trainer: Trainer, loaders: Any) -> None:
             )
 
 
-def tell(trainer: Trainer, text: str) -> None:
+def print_line(trainer: Trainer, text: str) -> None:
     """Print one line on rank 0's standard error."""
     if trainer.is_global_zero:
         print(text, file=sys.stderr, flush=True)

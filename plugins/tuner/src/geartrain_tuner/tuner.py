@@ -21,7 +21,7 @@ from geartrain_tuner.batch_size import (
     setting_of,
 )
 from geartrain_tuner.copies import copies, same_randomness
-from geartrain_tuner.finder import check, finder, left_out, tell
+from geartrain_tuner.finder import check, finder, left_out, print_line
 from geartrain_tuner.lr import LRFinder, LRSweep, schedule
 
 
@@ -105,7 +105,7 @@ class Tuner:
         name = learning_rate_of(model, attr_name) if update_attr else ""
         sweep = LRSweep(lrs, mode, early_stop_threshold)
         made = finder(self._trainer, sweep, num_training, log_every_n_steps=1)
-        self._tell_left_out()
+        self._print_left_out()
         loaders = (
             train_dataloaders
             if isinstance(train_dataloaders, list | tuple)
@@ -188,7 +188,7 @@ class Tuner:
                 f"{type(model).__name__} is on {min(elsewhere)}, and a finder trains a copy of it: "
                 "both would take memory there. Fix: model.cpu()"
             )
-        self._tell_left_out()
+        self._print_left_out()
         self.trials, self.reason = [], ""
         trial = _Trials(self, model, datamodule, owner, batch_arg_name, steps_per_trial, checkpoint)
         found, self.reason = search(mode, init_val, max_trials, trial, lambda: trial.samples)
@@ -227,10 +227,10 @@ class Tuner:
                 "the batch size is that of one device"
             )
 
-    def _tell_left_out(self) -> None:
+    def _print_left_out(self) -> None:
         labels = left_out(self._trainer)
         if labels and not self._has_listed:
-            tell(
+            print_line(
                 self._trainer,
                 f"tune: plugins that watch a run are left out: {', '.join(labels)}",
             )
@@ -281,7 +281,7 @@ class _Trials:
         speed = None if failed is not None else timer.samples_per_second
         self._tuner.trials.append(Trial(size, speed, said))
         if self._tuner._trainer.plan.options.enable_progress_bar:
-            tell(
+            print_line(
                 self._tuner._trainer,
                 f"batch size {size}: "
                 + (f"{speed:.1f} samples/s" if speed is not None else "out of memory"),
