@@ -266,7 +266,7 @@ def test_by_steps_a_metric_logged_at_other_steps_keeps_nothing_and_warns(tmp_pat
 
     with pytest.warns(
         UserWarning,
-        match=r"monitors 'loss', which was logged after step 4, and it looks every 3 steps. "
+        match=r"monitors 'loss', which was logged after step 4, and it checks every 3 steps. "
         "Fix: log it in each",
     ):
         callback = run_on(tmp_path, [1], train=logs, monitor="loss", every_n_train_steps=3)
@@ -506,17 +506,17 @@ def test_verbose_prints_each_saved_file(tmp_path, capsys):
         ({"mode": "auto"}, "mode='auto'"),
         ({"save_top_k": -2}, "save_top_k=-2"),
         ({"save_top_k": True}, "save_top_k=True"),
-        ({"save_top_k": 3, "monitor": None}, "best of what"),
+        ({"save_top_k": 3, "monitor": None}, "needs a metric"),
         ({"save_top_k": 0}, "saves nothing"),
         ({"every_n_epochs": 0}, "every_n_epochs=0"),
         ({"every_n_train_steps": 0}, "every_n_train_steps=0"),
         ({"every_n_train_steps": 2, "every_n_epochs": 1}, "leave one out"),
         ({"every_n_train_steps": 2, "save_on_train_epoch_end": True}, "leave one out"),
-        ({"filename": ""}, "is no name"),
+        ({"filename": ""}, "is not a name"),
         ({"filename": "../{epoch}"}, "leads out of the folder. Fix: dirpath"),
         ({"filename": "/tmp/{epoch}"}, "leads out of the folder"),
-        ({"filename": "{epoch"}, "is no name"),
-        ({"filename": "{}"}, "is no name"),
+        ({"filename": "{epoch"}, "is not a name"),
+        ({"filename": "{}"}, "is not a name"),
         ({"filename": "{epoch:.zf}"}, "cannot be written"),
         ({"filename": "{val_loss:d}"}, "cannot be written"),
         ({"filename": "last", "save_last": True}, "another name"),

@@ -153,4 +153,4 @@ def test_defaults_are_under_config_files_and_the_command_line(folder, monkeypatc
 def test_a_default_that_is_an_object_is_an_error(capsys):
     with pytest.raises(SystemExit):
         gt.cli(*find_target("net.py"), argv=[], defaults={"callbacks": [object()]})
-    assert "an option is no text, number, list or mapping" in capsys.readouterr().err
+    assert "an option is not text, number, list or mapping" in capsys.readouterr().err

@@ -86,7 +86,7 @@ def test_the_suggestion_is_the_steepest_fall_without_the_ends():
 @pytest.mark.parametrize(
     ("losses", "why"),
     [
-        ([1.0] * 11, "only 11 steps had a loss, and 11 are not looked at"),
+        ([1.0] * 11, "only 11 steps had a loss, and 11 are ignored"),
         ([1.0] * 30, "the loss fell nowhere between 1 and 30"),
         ([1.0 - 1e-9 * i for i in range(30)], "the loss fell nowhere"),
         ([float(i) for i in range(30)], "the loss fell nowhere"),

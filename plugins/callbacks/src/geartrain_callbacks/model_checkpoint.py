@@ -110,7 +110,7 @@ class ModelCheckpoint:
             )
         if monitor is None and save_top_k > 1:
             raise UsageError(
-                f"model_checkpoint: save_top_k={save_top_k} best of what? "
+                f"model_checkpoint: save_top_k={save_top_k} needs a metric. "
                 "Fix: monitor='val_loss', or save_top_k=1 or -1"
             )
         if save_top_k == 0 and not save_last:
@@ -132,7 +132,7 @@ class ModelCheckpoint:
             every_n_epochs is not None or save_on_train_epoch_end is not None
         ):
             raise UsageError(
-                "model_checkpoint: every_n_train_steps looks by steps, every_n_epochs and "
+                "model_checkpoint: every_n_train_steps checks by steps, every_n_epochs and "
                 "save_on_train_epoch_end by epochs. "
                 "Fix: leave one out, or two of them with a filename each"
             )
@@ -148,7 +148,7 @@ class ModelCheckpoint:
         self.filename = check_pattern("{epoch}-{step}" if filename is None else filename)
         if save_last and self.filename == "last":
             raise UsageError(
-                "model_checkpoint: filename='last' is what save_last saves. Fix: another name"
+                "model_checkpoint: filename='last' is the file of save_last. Fix: another name"
             )
         self.auto_insert_metric_name, self.verbose = auto_insert_metric_name, verbose
         self._epochs = every_n_epochs or 1
@@ -430,7 +430,7 @@ class ModelCheckpoint:
                 missing = (
                     f"geartrain-callbacks[model_checkpoint] monitors {self.monitor!r}, "
                     f"which was logged after step {when[1]}, "
-                    f"and it looks every {self._steps} steps. Fix: log it in each step."
+                    f"and it checks every {self._steps} steps. Fix: log it in each step."
                 )
             if missing or when[0] != run.epoch or (self._steps is not None and when[1] != run.step):
                 return _Turn(last=last if due else "", missing=missing, owed=True)

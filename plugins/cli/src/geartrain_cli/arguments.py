@@ -409,7 +409,7 @@ def _parse(parser: ArgumentParser, names: Names) -> Namespace:
     except (TypeError, ValueError) as error:
         # A YAML date, a recursive alias, or an object in the defaults of gt.cli.
         raise UsageError(
-            f"an option is no text, number, list or mapping: {error}. Fix: write it as text"
+            f"an option is not text, number, list or mapping: {error}. Fix: write it as text"
         ) from error
     try:
         values: Namespace = parser.parse_args([f"--config={text}", *names.rest])

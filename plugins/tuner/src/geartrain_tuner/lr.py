@@ -69,7 +69,7 @@ class LRFinder:
             ended = f" ({self.stopped})" if self.stopped else ""
             return (
                 f"only {len(self.lrs)} steps had a loss{ended}, "
-                f"and {skip_begin + skip_end} are not looked at. Fix: a lower min_lr"
+                f"and {skip_begin + skip_end} are ignored. Fix: a lower min_lr"
             )
         if not self._falls(slopes):
             return (
@@ -159,7 +159,7 @@ def schedule(min_lr: float, max_lr: float, steps: int, mode: str) -> list[float]
         raise UsageError(
             f"num_training={steps!r} must be a whole number, at least "
             f"{SKIP_BEGIN + SKIP_END + 2}: the first {SKIP_BEGIN} steps and the "
-            "last are not looked at."
+            "last are ignored."
         )
     if not 0 < min_lr < max_lr < math.inf:
         raise UsageError(
