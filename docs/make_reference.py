@@ -53,6 +53,8 @@ shows their order, and [Write a plugin](write-a-plugin.md) how to use them.
   accelerator, else core's default. Plugins may wrap the owner.
 - Of an **every** hook, all implementations are called: the plugins first, the last given plugin
   before the others, then the strategy, the accelerator and core.
+
+Each `run` is the `geartrain.Run`: plan, module, device, world, counters, metrics.
 """
 
 
@@ -63,6 +65,13 @@ def markdown(text: str) -> str:
     """Convert a docstring to Markdown: ``x`` and :class:`geartrain.x` -> `x`, lines joined."""
     text = re.sub(r":[a-z]+:`~?([^`]+)`", r"`\1`", text)
     return " ".join(text.replace("``", "`").split())
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    """Return a paragraph in lines of at most 100 columns."""
+    return textwrap.fill(
+        text, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def sentence(thing: Any) -> str:
@@ -98,10 +107,13 @@ def arguments(thing: Any) -> dict[str, str]:
 
 
 def signature(name: str, function: Callable[..., Any]) -> str:
-    """Return a hook's signature as in the source."""
+    """Return a hook's signature; the type of ``run`` is always Run."""
     found = inspect.signature(function)
-    parameters = ", ".join(f"{p.name}: {p.annotation}" for p in found.parameters.values())
-    return f"{name}({parameters}) -> {found.return_annotation}"
+    shown = [
+        p.name if p.name == "run" else f"{p.name}: {p.annotation}"
+        for p in found.parameters.values()
+    ]
+    return f"{name}({', '.join(shown)}) -> {found.return_annotation}"
 
 
 def call(name: str, function: Callable[..., Any]) -> str:
@@ -143,10 +155,8 @@ def hooks_page() -> str:
     parts = [HOOKS_INTRO]
     for title, members in hooks().items():
         heading = title[0].upper() + title[1:]
-        parts.append(
-            f"- [{heading}](#{anchor(heading)}): "
-            + ", ".join(f"[`{name}`](#{name})" for name in members)
-        )
+        links = ", ".join(f"[`{name}`](#{name})" for name in members)
+        parts.append(wrapped(f"- [{heading}](#{anchor(heading)}): {links}", "  "))
     for title, members in hooks().items():
         parts.append(f"\n## {title[0].upper()}{title[1:]}\n")
         parts += [hook_section(name, function) for name, function in members.items()]
@@ -161,8 +171,8 @@ def anchor(heading: str) -> str:
 def hook_section(name: str, function: Any) -> str:
     about, found = fields(function.__doc__)
     kind = "single" if function.geartrain_spec["firstresult"] else "every"
-    lines = [f"### {name}\n", f"`{signature(name, function)}` · {kind}\n", f"{about}\n"]
-    lines += [f"- **{key}:** {text}" for key, text in found.items()]
+    lines = [f"### {name}\n", f"`{signature(name, function)}` · {kind}\n", f"{wrapped(about)}\n"]
+    lines += [wrapped(f"- **{key}:** {text}", "  ") for key, text in found.items()]
     return "\n".join(lines).rstrip() + "\n"
 
 
