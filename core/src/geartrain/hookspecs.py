@@ -136,7 +136,8 @@ def wrap_model(run: Run, model: nn.Module) -> nn.Module:
     Arguments: ``model`` is ``StepForwarder(module)``: ``model("training_step", batch, batch_idx)``
         calls that method of the module.
     Returns: the module that the ``forward`` hook calls; it becomes ``run.model``.
-    Default: ``model.to(run.device)``, for one rank. With several, give all the weights of rank 0.
+    Default: ``model.to(run.device)``, for one rank. With several ranks, each rank must get the
+        weights of rank 0.
     """
 
 
@@ -232,7 +233,7 @@ def reduce_gradients(run: Run) -> None:
     """Replace every rank's gradients by the mean over ranks.
 
     Fired: once a step, after the last micro-batch's backward. In manual optimisation and in a
-        Session, before each optimizer's step, with only that one in ``run.optimizers``. If the
+        Session, before each optimizer's step; ``run.optimizers`` has only that one. If the
         strategy has a method ``average_gradients``, manual optimisation has called it after each
         backward: do not average again.
     Default: nothing, for one process.

@@ -31,7 +31,7 @@ class MineAccelerator:
         self.threads = threads
         self._before = torch.get_num_threads()
 
-    # --- before a run: the process may still fork, so do not initialise a device here -----------
+    # --- before a run: the process may still fork, so do not initialise a device here -------------
 
     @staticmethod
     def unavailable() -> str | None:
@@ -46,7 +46,7 @@ class MineAccelerator:
         """Return the number of devices on this node; ``--devices auto`` takes all."""
         return int(os.environ.get(COUNT, "0"))
 
-    # --- in each process of a run ---------------
+    # --- in each process of a run -----------------------------------------------------------------
 
     @hookimpl
     def setup_device(self, run: Run, local_rank: int) -> torch.device:
