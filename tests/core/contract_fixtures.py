@@ -1,4 +1,4 @@
-"""What the tests of the contract share: parts for ``Hooks``, and distributions that are installed for one test."""
+"""Fixtures of the contract's tests: parts for ``Hooks``, and distributions for one test."""
 
 import sys
 from pathlib import Path
@@ -17,12 +17,12 @@ from geartrain.hooks.plugin_info import LoadedPlugin, PluginInfo
 GROUPS = ("accelerators", "strategies", "plugins")
 
 
-#: All that core's collectives ask of a run: that it is the only one.
+#: The attributes of a run that core's collectives read: the world of one rank.
 ALONE = SimpleNamespace(world=SimpleNamespace(size=1))
 
 
 def part(plugin, kind="plugin", name=None, distribution=None):
-    """A part as the registry makes it; its label is ``name``, or ``distribution[name]``."""
+    """Return a part as the registry does; its label is ``name``, or ``distribution[name]``."""
     name = name or getattr(plugin, "__name__", type(plugin).__name__)
     return LoadedPlugin(
         PluginInfo(name, kind, distribution, "1.0" if distribution else None, "in a test"), plugin
@@ -42,12 +42,12 @@ def accelerator(plugin, name="chip"):
 
 
 def hooks_of(*parts):
-    """Hooks of core's defaults and these parts; whatever is no part is a plugin."""
+    """Return hooks of core's defaults and these parts; other objects become plugins."""
     return Hooks([defaults(), *(p if isinstance(p, LoadedPlugin) else part(p) for p in parts)])
 
 
 def owns(result, hook="all_gather"):
-    """An object whose plain hookimpl of ``hook`` returns ``result``."""
+    """Return an object whose plain hookimpl of ``hook`` returns ``result``."""
 
     @hookimpl
     def function(self):
@@ -67,7 +67,7 @@ class Doubles:
 
 
 def specs(**functions):
-    """A module of hookspecs."""
+    """Return a module of hookspecs."""
     module = ModuleType("specs")
     vars(module).update(functions)
     return module
@@ -101,7 +101,7 @@ class {cls}:
 
 
 class Dists:
-    """Distributions that exist for one test: real ``*.dist-info`` folders and modules on ``sys.path``."""
+    """Distributions for one test: real ``*.dist-info`` folders and modules on ``sys.path``."""
 
     def __init__(self, folder, monkeypatch):
         self._folder, self._monkeypatch = folder, monkeypatch
@@ -112,8 +112,8 @@ class Dists:
 
         Args:
             requires: its ``Requires-Dist`` lines.
-            groups: ``accelerators``, ``strategies`` or ``plugins``: entry point's name -> what follows ``module:``, or
-                the whole value where it begins with ``=``.
+            groups: ``accelerators``, ``strategies`` or ``plugins``: name of the entry point -> text
+                after ``module:``, or the whole value if it begins with ``=``.
 
         Returns:
             The module's name.
@@ -164,7 +164,7 @@ def _value(module, value):
 
 @pytest.fixture
 def dists(tmp_path, monkeypatch):
-    """Core and nothing else is installed, until the test adds something: what this machine really has does not count."""
+    """Hide all installed distributions but core; the test may add others."""
     made = Dists(tmp_path / "site", monkeypatch)
     for module in (geartrain.planning.registry, geartrain.planning.lazy_exports):
         real = module.entry_points
@@ -177,7 +177,7 @@ def dists(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "entry_points", only_ours)
     monkeypatch.delenv("GEARTRAIN_BLOCK", raising=False)
     monkeypatch.setattr(geartrain.planning.selection, "visible", dict)
-    # As if pytest were a program that can be run again.
+    # Ranks may be started as if pytest's command could be run again.
     monkeypatch.setattr(geartrain.planning.selection, "reason_not_rerunnable", lambda: None)
     before = set(sys.modules)
     yield made

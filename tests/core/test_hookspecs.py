@@ -1,4 +1,4 @@
-"""The contract is whole: every hook is documented, has a default where it needs one, is tested, and stands in docs/hooks.md."""
+"""Every hook is documented, has a default if it needs one, is tested, and is in docs/hooks.md."""
 
 import inspect
 import re
@@ -25,7 +25,7 @@ def docstring(name):
 
 
 def section(name, title):
-    """The text after ``Fired:``, ``Arguments:``, ``Returns:`` or ``Default:``, up to the next of them."""
+    """Return the text after ``Fired:``, ``Arguments:``, ``Returns:`` or ``Default:``."""
     match = re.search(
         rf"^{title}: (.*?)(?=^(?:Fired|Arguments|Returns|Default): |\Z)",
         docstring(name),
@@ -34,7 +34,7 @@ def section(name, title):
     return match[1].strip() if match else ""
 
 
-def test_the_hooks_of_the_design_are_all_there():
+def test_all_hooks_of_the_design_exist():
     assert len(NAMES) == len(SINGLE) + len(EVERY)
     assert {
         "plan_processes",
@@ -50,7 +50,7 @@ def test_the_hooks_of_the_design_are_all_there():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_docstring_says_what_it_is_for_and_when_it_is_fired(name):
+def test_docstring_has_a_summary_and_the_time_of_the_call(name):
     summary = docstring(name).splitlines()[0]
     assert summary.endswith(".")
     assert section(name, "Fired")
@@ -65,7 +65,7 @@ def test_docstring_describes_every_argument_but_run(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_docstring_says_what_is_returned_where_something_is(name):
+def test_docstring_describes_the_result_if_there_is_one(name):
     returns = inspect.get_annotations(getattr(hookspecs, name))["return"]
     assert bool(section(name, "Returns")) == (returns != "None")
 

@@ -1,4 +1,4 @@
-"""The Trainer's arguments for the loop: what is refused, and what old names are answered with."""
+"""The Trainer's arguments for the loop: wrong values, and Lightning's old names."""
 
 import inspect
 import math
@@ -35,7 +35,7 @@ def refused(*words, **given):
     return str(caught.value)
 
 
-def test_the_trainers_signature_repeats_what_options_and_arguments_say():
+def test_the_trainers_signature_repeats_options_and_arguments():
     parameters = {
         name: one
         for name, one in inspect.signature(gt.Trainer).parameters.items()
@@ -131,7 +131,7 @@ def test_seed_is_in_numpys_range(value):
     refused("seed", repr(value), seed=value)
 
 
-# --- what follows from what -----------------------------------------------------------------------
+# --- options that follow from others --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_seed_is_in_numpys_range(value):
         ({"max_epochs": -1}, -1, -1),
     ],
 )
-def test_epochs_have_a_default_only_where_steps_have_no_end(given, epochs, steps):
+def test_epochs_have_a_default_only_if_steps_have_no_end(given, epochs, steps):
     made = options(**given)
     assert (made.max_epochs, made.max_steps) == (epochs, steps)
 

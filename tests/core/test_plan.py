@@ -1,4 +1,4 @@
-"""Arguments -> Plan: what is chosen, why, and what is refused before anything starts."""
+"""Arguments -> Plan: the choices, their reasons, and the errors before anything starts."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ def refused(*words, **options):
 
 
 class Plans:
-    """A strategy that plans what it is told to."""
+    """A strategy that plans the given layout."""
 
     def __init__(self, layout=None):
         self.layout, self.request = layout, None
@@ -49,7 +49,7 @@ class Plans:
 # --- accelerator ----------------------------------------------------------------------------------
 
 
-def test_auto_takes_the_cpu_where_there_is_nothing_else():
+def test_auto_takes_the_cpu_if_nothing_else_is_installed():
     made = plan()
     assert (made.accelerator.label, made.devices, made.strategy.label) == (
         "geartrain[cpu]",
@@ -59,7 +59,7 @@ def test_auto_takes_the_cpu_where_there_is_nothing_else():
     assert made.processes == made.num_nodes == 1
 
 
-def test_auto_takes_the_highest_priority_and_says_why_the_others_were_passed_over(dists):
+def test_auto_takes_the_highest_priority_and_gives_reasons_against_the_others(dists):
     dists.accelerator("npu", priority=5, count=1)
     dists.accelerator("cuda", priority=30, unavailable="NVML: driver not loaded")
     dists.accelerator("mps", priority=20, count=1)
@@ -85,13 +85,13 @@ def test_gpu_takes_cuda_or_mps_and_nothing_else(dists):
     assert "fake_geartrain_npu" not in sys.modules
 
 
-def test_gpu_that_is_installed_and_unusable_says_why(dists):
+def test_gpu_that_is_installed_and_unusable_is_an_error_with_the_reason(dists):
     dists.accelerator("cuda", unavailable="NVML: driver not loaded")
     refused("geartrain-cuda[cuda]", "NVML: driver not loaded", accelerator="gpu")
     assert plan(accelerator="auto").accelerator.name == "cpu"
 
 
-def test_named_accelerator_that_is_unusable_says_why(dists):
+def test_named_accelerator_that_is_unusable_is_an_error_with_the_reason(dists):
     dists.accelerator("cuda", unavailable="NVML: driver not loaded")
     refused("geartrain-cuda[cuda]", "NVML: driver not loaded", accelerator="CUDA")
 
@@ -108,7 +108,10 @@ def test_strategy_given_as_accelerator(name):
 
 
 def test_accelerator_that_shares_its_name_with_a_strategy_can_be_chosen(dists):
-    chip = "class Chip:\n    priority = 1\n    unavailable = staticmethod(lambda: None)\n    device_count = staticmethod(lambda: 1)\n"
+    chip = (
+        "class Chip:\n    priority = 1\n    unavailable = staticmethod(lambda: None)\n"
+        "    device_count = staticmethod(lambda: 1)\n"
+    )
     dists.add(
         "acme-xla",
         chip + strategy_source(),
@@ -169,7 +172,7 @@ def chip(priority="50", unavailable="return None", count="return 1"):
     return CHIP.format(priority=priority, unavailable=unavailable, count=count)
 
 
-#: What is wrong -> an accelerator's source, words of the reason.
+#: Fault -> an accelerator's source, words of the reason.
 NONSENSE = {
     "unavailable raises": (
         chip(unavailable="raise OSError('no bus')"),
@@ -206,7 +209,7 @@ NONSENSE = {
 
 @pytest.mark.parametrize(("source", "words"), list(NONSENSE.values()), ids=list(NONSENSE))
 def test_accelerator_that_answers_nonsense(dists, source, words):
-    """Chosen by name it is one error that names it; ``auto`` passes it over with the same reason."""
+    """By name it is an error with its label; ``auto`` passes it over with the same reason."""
     dists.add("acme-chip", source, accelerators={"npu": "Chip"})
     refused("acme-chip[npu]: ", *words, accelerator="npu")
     made = plan()
@@ -261,7 +264,7 @@ def test_assumed_accelerator_is_not_asked_but_must_be_comparable(dists):
     refused("acme-odd[odd]", "priority is 'high'", assume={"npu": 3, "odd": 1})
 
 
-# --- several that are usable, and such as are not installed ---------------------------------------
+# --- several usable accelerators, missing ones -------------------------
 
 
 @pytest.mark.parametrize(
@@ -297,7 +300,8 @@ def test_highest_priority_wins_and_names_break_ties(dists, priorities, best, say
     [
         (
             "import absent_driver",
-            "ModuleNotFoundError: No module named 'absent_driver'. Fix: another version of geartrain-npu",
+            "ModuleNotFoundError: No module named 'absent_driver'. "
+            "Fix: another version of geartrain-npu",
         ),
     ],
 )
@@ -376,7 +380,7 @@ def test_auto_names_the_plugin_that_this_machine_lacks(dists, monkeypatch, name)
     dists.accelerator("npu", priority=99)
     assert (
         plan(devices=1).passed_over[f"geartrain-{name}[{name}]"] == expected
-    )  # also where another serves
+    )  # also if another is usable
     dists.accelerator(name, unavailable="no driver")
     assert plan(devices=1).passed_over[f"geartrain-{name}[{name}]"] == "unavailable: no driver"
 
@@ -404,7 +408,7 @@ def test_gpu_with_one_of_two_installed(dists, monkeypatch):
         ("tpu", ["no geartrain distribution provides it", "npu"]),
     ],
 )
-def test_accelerator_that_is_not_there(dists, typed, words):
+def test_accelerator_that_does_not_exist(dists, typed, words):
     dists.accelerator("npu")
     refused(*words, accelerator=typed)
 
@@ -435,7 +439,7 @@ def test_assumed_accelerator_must_be_installed(accelerator):
 # --- strategy -------------------------------------------------------------------------------------
 
 
-def test_one_device_takes_single_and_says_so(dists):
+def test_one_device_takes_single_and_gives_the_reason(dists):
     module = dists.strategy("ddp")
     made = plan(accelerator="cpu", devices=1)
     assert made.strategy.name == "single"
@@ -460,7 +464,7 @@ def test_several_devices_or_nodes_take_ddp_and_import_no_other(dists, options):
     assert {"fake_geartrain_ddp"} == {n for n in sys.modules if n.startswith("fake_")}
 
 
-def test_auto_takes_ddp_spawn_where_the_command_cannot_be_run_again(dists, monkeypatch):
+def test_auto_takes_ddp_spawn_if_the_command_cannot_be_run_again(dists, monkeypatch):
     monkeypatch.setattr(
         "geartrain.planning.selection.reason_not_rerunnable", lambda: "a notebook has none"
     )
@@ -473,7 +477,7 @@ def test_auto_takes_ddp_spawn_where_the_command_cannot_be_run_again(dists, monke
     assert "a notebook has none" in made.strategy.reason
 
 
-def test_auto_takes_the_next_best_where_ddp_is_blocked(dists):
+def test_auto_takes_the_next_best_if_ddp_is_blocked(dists):
     dists.strategy("ddp")
     dists.strategy("ddp_spawn")
     made = plan(accelerator="cpu", devices=2, block=["ddp"])
@@ -562,7 +566,7 @@ def test_batch_sizes(layout, nodes, accumulate, processes, per_device, whole):
     assert sized.as_dict()["batch_size"] == {"per_device": per_device, "global": whole}
 
 
-def test_as_dict_is_what_plan_json_shows():
+def test_as_dict_has_the_contents_of_plan_json():
     shown = plan(
         accelerator="cpu", devices=2, strategy=Plans(Layout(2, 1)), num_nodes=2, plugins=[Watches()]
     ).as_dict()
@@ -635,7 +639,7 @@ def test_an_unknown_precision_is_refused(given):
 
 
 class Watches:
-    """Notes everything that could happen before the first batch."""
+    """Records everything that could happen before the first batch."""
 
     def __init__(self, refuse=None):
         self.seen, self.refuse = [], refuse

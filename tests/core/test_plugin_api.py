@@ -1,4 +1,4 @@
-"""geartrain.plugin_api: what type checkers see is what plugins get."""
+"""geartrain.plugin_api: type checkers see the names that plugins get."""
 
 import ast
 import subprocess
@@ -47,7 +47,10 @@ def test_an_unknown_name():
         _ = plugin_api.Registri
 
 
-def test_what_reads_metadata_alone_imports_no_torch():
-    code = "import sys; from geartrain.plugin_api import Registry, nearest, user_path; print('torch' in sys.modules)"
+def test_names_that_read_only_metadata_import_no_torch():
+    code = (
+        "import sys; from geartrain.plugin_api import Registry, nearest, user_path; "
+        "print('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "False\n", done.stderr

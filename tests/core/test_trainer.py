@@ -1,4 +1,4 @@
-"""Trainer: its checks, its plugins, what it says of a run, and that it always tears down."""
+"""Trainer: its checks, its plugins, its attributes, and its tear-down."""
 
 import copy
 import pickle
@@ -379,7 +379,7 @@ def on_step_end(run):
 
 @pytest.fixture
 def file(tmp_path, monkeypatch, request):
-    """Writes a plugin's file; what importing it leaves behind goes away again."""
+    """Return a function that writes a plugin's file; its modules are removed after the test."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     before = set(sys.modules)
 
@@ -442,7 +442,7 @@ def test_an_unknown_option_of_a_file_names_the_nearest(file):
 
 
 class Watch:
-    """Keeps what is told and torn down."""
+    """Records the calls of on_exception and of teardown."""
 
     def __init__(self):
         self.calls, self.errors = [], []
@@ -504,7 +504,7 @@ ALL = ["teardown fit", "data teardown fit", "teardown_process_group", "teardown_
     ],
 )
 @pytest.mark.parametrize("error", [Broken, KeyboardInterrupt])
-def test_an_error_in_any_phase_is_told_torn_down_and_names_the_plugin(hook, torn_down, error):
+def test_an_error_in_any_phase_tears_down_and_names_the_plugin(hook, torn_down, error):
     watch = Watch()
     with pytest.raises(error) as caught:
         trainer(plugins=[watch, breaking(hook, error)], num_sanity_val_steps=1).fit(
@@ -541,7 +541,7 @@ def test_the_users_own_error_blames_no_plugin():
     assert not hasattr(caught.value, "__notes__")
 
 
-def test_success_tears_down_too_and_tells_no_error():
+def test_success_tears_down_too_without_on_exception():
     watch = Watch()
     fit(plugins=[watch])
     assert watch.calls == ["teardown_process_group", "teardown_device"]
@@ -604,7 +604,7 @@ def test_a_world_that_differs_from_the_plan_is_refused(planned, size, words):
     assert watch.calls[-1] == "teardown_device"
 
 
-def test_where_a_launcher_decides_its_world_stands():
+def test_the_world_of_a_launcher_that_decides_is_accepted():
     strategy = type("Launched", (Pretend,), {"planned": gt.Layout(None, 1)})
     assert fit(strategy=strategy()).world_size == 2
 
@@ -630,7 +630,7 @@ def test_a_none_loss_is_an_error_in_a_world_of_two():
         fit(Skips(), strategy=Pretend(), devices=2)
 
 
-def test_what_is_tested_after_fit_says_at_which_step():
+def test_a_test_after_fit_reports_the_step():
     one, net = trainer(max_epochs=2), EvalNet()
     one.fit(net, loader(8))
     one.test(net, loader(8))
@@ -764,7 +764,7 @@ def test_a_method_that_needs_the_loaders_number_needs_several_loaders(name):
     trainer().validate(without(), loader())
     with pytest.raises(
         TrainingError,
-        match=f"Mine.{name} takes dataloader_idx, and there is one loader to validate. Fix: dataloader_idx=0",
+        match=f"Mine.{name} takes dataloader_idx, and there is one loader to validate. Fix: data",
     ):
         trainer().validate(needs(), loader())
     if name != "validation_step":

@@ -20,7 +20,7 @@ def value(module):
 
 
 class Returned:
-    """What ``clip_gradients`` returns, and the gradients' norm before and after it."""
+    """Return the result of ``clip_gradients``, and the gradients' norm before and after it."""
 
     def __init__(self):
         self.norms, self.before, self.after = [], [], []

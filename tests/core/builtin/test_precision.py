@@ -1,4 +1,4 @@
-"""Each precision trains as the loop that one writes by hand with torch's own tools, and 16-mixed skips, counts and waits."""
+"""Precisions train as torch's own loop does; 16-mixed skips and counts steps that overflow."""
 
 import copy
 import gc
@@ -37,7 +37,7 @@ MIXED = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 LIMIT = 0.05
 
 
-#: What keeps gradients from overflowing at the scaler's first scale, 65536, where a test says itself which overflow.
+#: A factor with which no gradient overflows at the scaler's first scale, 65536.
 GENTLE = 0.01
 
 
@@ -51,7 +51,7 @@ def cast(batches, dtype):
 
 
 def by_hand_mixed(module, batches, dtype, optimizer=SGD, clip=None, window=1):
-    """Autocast, and for float16 the scaler, as torch's documentation has them; the module, and the scale at the end."""
+    """Train as torch's documentation of autocast and the scaler does; return module and scale."""
     module = copy.deepcopy(module)
     stepper = optimizer(module.parameters())
     scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16)
@@ -87,7 +87,7 @@ def test_true_precision_equals_a_loop_written_by_hand_in_that_dtype(precision, o
 
 
 class Looking(EvalNet):
-    """Keeps the dtypes that its steps see."""
+    """Records the dtypes in its steps."""
 
     def __init__(self):
         super().__init__()
@@ -182,7 +182,7 @@ def test_the_default_dtype_is_put_back_after_an_error():
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_a_generator_of_the_users_own_goes_on_in_the_next_epoch():
+def test_a_users_generator_continues_in_the_next_epoch():
     def endless():
         while True:
             yield from loader()
@@ -244,7 +244,7 @@ def test_every_stage_runs_under_autocast(precision):
 
 
 class Watch:
-    """The gradients' norm as plugins see it: after the reduction, and before the step."""
+    """Record the gradients' norm after the reduction, and before the step."""
 
     def __init__(self):
         self.reduced, self.stepped = [], []
@@ -300,7 +300,7 @@ class Overflowing(Gentle):
         return [optimizer], [{"scheduler": self.schedule, "interval": "step"}]
 
     def moved(self):
-        """Whether each step changed any weight."""
+        """Record for each step if it changed any weight."""
         return [
             any(not torch.equal(a[k], b[k]) for k in a)
             for a, b in zip(self.history, self.history[1:], strict=False)
@@ -327,7 +327,7 @@ def test_a_step_that_overflows_changes_nothing_is_counted_and_schedulers_wait(na
     assert not net.optimizer._optimizer_step_pre_hooks
 
 
-def test_skipped_steps_are_counted_anew_each_epoch_and_no_skip_is_zero():
+def test_skipped_steps_are_counted_for_each_epoch_and_no_skip_is_zero():
     net = Overflowing({0})
     lines = Loggers()
     fit(net, precision="16-mixed", plugins=[lines], max_epochs=2)
@@ -362,7 +362,7 @@ def test_the_scale_falls_until_gradients_fit():
 
 
 class Two(gt.Module):
-    """Two optimizers; the second one's part is used only at even batches, and overflows at those in ``at``; ``order`` is theirs."""
+    """Optimizers in ``order``; the second's layer is used at even batches, overflows at ``at``."""
 
     def __init__(self, at=(), order=1):
         super().__init__()
@@ -470,7 +470,7 @@ def test_two_optimizers_that_share_a_parameter_are_refused():
 
 
 @pytest.mark.parametrize("hook", ["backward", "optimizer_step"])
-def test_a_plugin_that_replaces_what_the_scaler_owns_is_refused(hook):
+def test_a_plugin_that_replaces_a_hook_of_the_scaler_is_refused(hook):
     def own(self):
         raise AssertionError
 
@@ -504,7 +504,7 @@ def test_a_device_without_autocast_is_refused():
 
 
 def test_a_device_that_cannot_compute_in_the_format_is_refused(monkeypatch):
-    """Where torch only warns, and its autocast does nothing from then on."""
+    """torch only warns, and its autocast does nothing."""
     real = torch.autocast
 
     def cannot(device_type, dtype):
@@ -517,7 +517,7 @@ def test_a_device_that_cannot_compute_in_the_format_is_refused(monkeypatch):
     monkeypatch.setattr(torch, "autocast", cannot)
     with pytest.raises(
         UsageError,
-        match=r"geartrain\[bf16-mixed\]: cpu does not support torch.bfloat16: .*Disabling autocast. Fix: --pre",
+        match=r"geartrain\[bf16-mixed\]: cpu does not support torch.bfloat16: .*Disabling autocast",
     ):
         fit(Net(), precision="bf16-mixed")
 
@@ -530,7 +530,7 @@ def test_the_batch_as_it_was_is_not_kept_beside_the_new_one():
             return self.loss(batch)
 
     class Given:
-        """Batches that nobody but the caller holds."""
+        """Batches to which only the caller has a reference."""
 
         def __iter__(self):
             self.left = 6
@@ -549,7 +549,7 @@ def test_the_batch_as_it_was_is_not_kept_beside_the_new_one():
     assert [sum(row) for row in alive] == [0] * 6
 
 
-# --- around it ------------------------------------------------------------------------------------
+# --- with other parts -----------------------------------------------------------------------------
 
 
 def test_32_true_adds_no_part_and_wraps_nothing():

@@ -1,4 +1,4 @@
-"""Plain lines of progress, which core shows without another plugin, and the choice of what shows progress."""
+"""Core's plain lines of progress, and the choice of the plugin that shows progress."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ ALONE = {"enable_progress_bar": True, "block": ["progress"]}
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The clock of the lines: ``clock.now`` seconds."""
+    """Replace the clock of the lines; ``clock.now`` is in seconds."""
     clock = SimpleNamespace(now=0.0)
     clock.monotonic = lambda: clock.now
     monkeypatch.setattr("geartrain.builtin.progress.time", clock)
@@ -124,7 +124,7 @@ def test_a_file_that_cannot_be_written_does_not_end_the_run(monkeypatch):
     assert one.current_epoch == 2
 
 
-# --- what shows progress --------------------------------------------------------------------------
+# --- choice of the plugin -------------------------------------------------------------------------
 
 
 class Mine:

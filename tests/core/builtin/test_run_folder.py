@@ -1,4 +1,4 @@
-"""The run's folder, and checkpoints: written whole, read safely, refused where they do not fit."""
+"""The run's folder, and checkpoints: written whole, read safely, refused if they do not fit."""
 
 import errno
 import json
@@ -50,7 +50,7 @@ class Logs(EvalNet):
         return super().training_step(batch, batch_idx)
 
 
-# --- what is in it --------------------------------------------------------------------------------
+# --- contents -------------------------------------------------------------------------------------
 
 
 def test_the_plan_has_the_batch_size_of_a_loader_that_the_module_made(tmp_path):
@@ -118,7 +118,7 @@ def test_a_run_leaves_plan_metrics_summary_and_checkpoint(tmp_path):
     assert 0 <= summary["seconds"] < 60
 
 
-def test_metrics_are_on_disk_while_the_run_goes_on(tmp_path):
+def test_metrics_are_on_disk_during_the_run(tmp_path):
     class Reads:
         seen = ()
 
@@ -222,7 +222,7 @@ def test_a_folder_that_another_run_uses_is_refused(tmp_path):
     assert read(tmp_path / "summary.json")["steps"] == 6
     trainer(output=tmp_path, max_epochs=2).fit(
         Net(), loader(), ckpt_path="auto"
-    )  # the other has ended
+    )  # the other run has ended
 
 
 @pytest.mark.parametrize("with_function", [False, True])
@@ -361,7 +361,7 @@ def test_a_full_disk_leaves_no_half_summary_and_none_of_an_earlier_run(tmp_path)
 
 
 class _Ranks:
-    """A strategy that knows better than rank 0 why the run failed; with ``kills``, rank 0 writes no summary."""
+    """Knows the error better than rank 0; with ``kills``, rank 0 writes no summary."""
 
     kills = False
 
@@ -451,7 +451,7 @@ def test_fit_starts_from_a_checkpoint(trained):
     one = trainer()
     one.fit(other, loader(), checkpoint=path)
     assert_equal(other, expected)
-    assert (one.global_step, one.current_epoch) == (6, 1)  # counters start anew
+    assert (one.global_step, one.current_epoch) == (6, 1)  # counters start from 0
 
 
 @pytest.mark.parametrize("command", ["validate", "test", "predict"])
@@ -498,14 +498,14 @@ def test_on_checkpoint_saved_finds_a_whole_file(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["fit", "test"])
-def test_a_checkpoint_that_is_not_there(command, tmp_path):
+def test_a_checkpoint_that_does_not_exist(command, tmp_path):
     option = {"checkpoint" if command == "fit" else "ckpt_path": tmp_path / "none.ckpt"}
     with pytest.raises(UsageError, match=r"no checkpoint.*none\.ckpt"):
         getattr(trainer(), command)(EvalNet(), loader(), **option)
 
 
 class Code:
-    """What a malicious file would hold: unpickling it runs code."""
+    """An object as in a malicious file: unpickling it runs code."""
 
     def __init__(self, path):
         self.path = path

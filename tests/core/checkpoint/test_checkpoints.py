@@ -1,4 +1,4 @@
-"""Which checkpoint ckpt_path= means, and evaluation of the model that was fitted."""
+"""The checkpoint that ckpt_path= means, and evaluation of the fitted model."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ METHODS = ["validate", "test", "predict"]
 
 
 class Worse(EvalNet):
-    """Its metric is the worse the longer it trains: the best is the first epoch's."""
+    """Its metric gets worse with each epoch: the best is the first epoch's."""
 
     def validation_step(self, batch, batch_idx):
         self.log("rising", float(self.current_epoch))
@@ -24,7 +24,7 @@ class Worse(EvalNet):
 
 @pytest.fixture
 def fitted(tmp_path):
-    """A trainer, the module that it fitted for three epochs, and the weights of its best and its last."""
+    """Return a trainer, its module after three epochs, and the weights of its best and its last."""
     module = Worse()
     one = fit(
         module,
@@ -48,7 +48,7 @@ def test_best_and_last_without_a_model(fitted, method):
         other = Worse()
         other.load_state_dict(weights)
         expected = getattr(trainer(), method)(other, loader())
-        if method == "validate":  # says which epoch it was, and the other trainer has had none
+        if method == "validate":  # the file has its epoch; the other trainer has had none
             assert result == [{"rising": 3.0}]
         else:
             assert (
@@ -76,7 +76,7 @@ def test_fit_may_start_from_the_best(fitted):
     one.fit(Looks(), loader(), loader(), checkpoint="best")
 
 
-def test_without_a_path_the_best_is_read_and_says_so(fitted):
+def test_without_a_path_the_best_is_read_with_a_warning(fitted):
     one, module, best, _ = fitted
     with pytest.warns(UserWarning, match="test without a model reads the best weights"):
         one.test(dataloaders=loader())
@@ -91,7 +91,7 @@ def test_a_model_that_is_given_keeps_its_weights(fitted, recwarn):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_fitted_model_and_its_data_are_those_of_before(method, recwarn):
+def test_the_fitted_model_and_its_data_are_those_of_the_last_run(method, recwarn):
     class Data(gt.DataModule):
         def train_dataloader(self):
             return loader()
@@ -141,7 +141,7 @@ def test_last_is_the_newest_of_those_that_were_saved(tmp_path):
     assert_equal(module, of_own)
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 def refused(words, one, which, **options):
@@ -189,16 +189,16 @@ def test_a_plugin_may_know_the_best_and_the_last(tmp_path, fitted):
     )
 
 
-def test_last_where_none_was_saved(tmp_path):
+def test_last_if_none_was_saved(tmp_path):
     refused("saved no last checkpoint.*save_last=True", fit(EvalNet()), "last")
     refused("saved no last checkpoint", trainer(output=tmp_path / "run"), "last")
 
 
-def test_a_best_that_is_gone(fitted):
+def test_a_best_that_was_deleted(fitted):
     one, *_ = fitted
     os.unlink(one.checkpoint_callback.best_model_path)
     refused(
-        r"the best checkpoint, .*epoch=0-step=6\.ckpt, no longer exists\. Fix: pass an existing file",
+        r"the best checkpoint, .*epoch=0-step=6\.ckpt, no longer exists\. Fix: pass an existing",
         one,
         "best",
     )
@@ -206,7 +206,8 @@ def test_a_best_that_is_gone(fitted):
 
 def test_a_folder_names_its_files(fitted, tmp_path):
     refused(
-        r"run is a folder, not a checkpoint\. Fix: one of its files: checkpoints/epoch=0-step=6\.ckpt, last\.ckpt",
+        r"run is a folder, not a checkpoint\. "
+        r"Fix: one of its files: checkpoints/epoch=0-step=6\.ckpt, last\.ckpt",
         fitted[0],
         tmp_path / "run",
     )
@@ -214,7 +215,7 @@ def test_a_folder_names_its_files(fitted, tmp_path):
 
 
 def test_ranks_that_would_read_different_files(tmp_path):
-    """Rank 1 of two: rank 0, which the broadcast stands for, reads another file."""
+    """Rank 1 of two; rank 0, which the broadcast imitates, reads another file."""
     path = tmp_path / "b.ckpt"
     torch.save({"model": EvalNet().state_dict()}, path)
 
@@ -233,7 +234,7 @@ def test_ranks_that_would_read_different_files(tmp_path):
 
 
 class Saves:
-    """Owns how checkpoints are written, and leaves it to core how they are read."""
+    """Owns save_checkpoint, and leaves load_checkpoint to core."""
 
     replaces = frozenset({"save_checkpoint"})
 
@@ -249,7 +250,7 @@ def test_a_checkpoint_of_a_plugin_needs_that_plugin(tmp_path):
     assert_equal(net, other)
     with pytest.raises(
         TrainingError,
-        match=r"last\.ckpt was written by the plugin Saves, which this run does not have\. Fix: select Saves",
+        match=r"last\.ckpt was written by the plugin Saves, which .*not have\. Fix: select Saves",
     ):
         trainer().test(EvalNet(), loader(), ckpt_path=tmp_path / "last.ckpt")
 

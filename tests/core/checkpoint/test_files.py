@@ -1,4 +1,4 @@
-"""The digest in a checkpoint: a damaged file is never loaded, and other programs still read a whole one."""
+"""The digest in a checkpoint: a damaged file is never loaded; other programs read a whole one."""
 
 import random
 import shutil
@@ -93,7 +93,7 @@ def test_other_programs_read_a_whole_file(tmp_path):
         subprocess.run(["unzip", "-tq", path], check=True, stdout=subprocess.DEVNULL)
 
 
-def test_a_file_of_ones_own_weights_needs_no_digest(tmp_path):
+def test_a_file_of_the_users_own_weights_needs_no_digest(tmp_path):
     path, module = tmp_path / "mine.ckpt", EvalNet()
     for legacy in (False, True):
         torch.save(
@@ -119,7 +119,7 @@ def test_a_checkpoint_that_another_program_saved_again_is_refused(tmp_path):
 
 
 def steps(folder, epochs, path=None, **options):
-    """A fit with a checkpoint every fourth step; each epoch has six."""
+    """Fit with a checkpoint every fourth step; each epoch has six."""
     options = {"every_n_train_steps": 4, "save_top_k": -1, "filename": "{step}", **options}
     one = trainer(output=folder, max_epochs=epochs, plugins=[ModelCheckpoint(**options)])
     module = EvalNet()

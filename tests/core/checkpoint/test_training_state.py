@@ -1,4 +1,4 @@
-"""fit(ckpt_path=...): the rest of a run that stopped is bit for bit what it would have been."""
+"""fit(ckpt_path=...): a run that resumes ends bit for bit as an uninterrupted one."""
 
 import copy
 import itertools
@@ -52,7 +52,7 @@ class Random(gt.Module):
         loss = nn.functional.mse_loss(self.layers(x), y + 0.1 * noise)
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx="max")
-        return loss * 0.01  # of which no gradient overflows float16 at the first scale
+        return loss * 0.01  # with these weights no gradient overflows float16 at the first scale
 
     def validation_step(self, batch, batch_idx):
         x, y = batch
@@ -81,7 +81,7 @@ def train(
     steps=True,
     **options,
 ):
-    """One fit into a folder, with a checkpoint every third step; the trainer and what was logged."""
+    """Fit into a folder, with a checkpoint every third step; return the trainer and the log."""
     lines = Loggers()
     every = (
         [
@@ -107,7 +107,7 @@ def train(
 
 
 def assert_same_end(a, b):
-    """Two trainers have ended in the same place, bit for bit."""
+    """Assert that two trainers have ended with the same state, bit for bit."""
     assert_equal(a.run.module, b.run.module)
     for mine, theirs in zip(a.run.optimizers, b.run.optimizers, strict=True):
         mine, theirs = mine.state_dict(), theirs.state_dict()
@@ -127,7 +127,7 @@ def assert_same_end(a, b):
 
 
 def assert_rest(lines, of):
-    """What a resumed run logged is the end of what the whole one did."""
+    """Assert that the log of a resumed run is the end of the whole run's log."""
     assert lines
     assert of[-len(lines) :] == lines
 
@@ -207,7 +207,7 @@ Cosine = torch.optim.lr_scheduler.CosineAnnealingLR
         ),
     ],
 )
-def test_settings_that_the_code_now_has_otherwise_are_told(tmp_path, scheduler, other, words):
+def test_settings_that_differ_from_the_code_are_a_warning(tmp_path, scheduler, other, words):
     class Changed(Random):
         def configure_optimizers(self):
             optimizer = torch.optim.Adam(self.parameters(), lr=0.5 if scheduler is other else 0.02)
@@ -231,7 +231,7 @@ def test_without_a_seed(tmp_path):
 
 
 def test_without_the_random_state_it_would_be_another_run(tmp_path):
-    """What the tests above compare does depend on it."""
+    """So the tests above would notice a missing random state."""
     whole, _ = train(tmp_path / "whole")
     state = torch.load(step_file(tmp_path / "whole", 3), weights_only=True)
     state["fit"]["ranks"][0]["random"]["torch"] = torch.Generator().manual_seed(5).get_state()
@@ -242,7 +242,7 @@ def test_without_the_random_state_it_would_be_another_run(tmp_path):
 
 @pytest.mark.parametrize("sanity", [0, 1])
 def test_persistent_workers_draw_their_seed_once(tmp_path, sanity):
-    """A loader draws it from the generator that dropout and the order of a shuffled loader draw from, where its workers start."""
+    """A loader draws it at the start of workers, from the generator of dropout and of shuffling."""
 
     def fit(name, path=None):
         data = DataLoader(
@@ -266,7 +266,7 @@ def test_persistent_workers_draw_their_seed_once(tmp_path, sanity):
         assert torch.equal(torch.get_rng_state(), after)
 
 
-def test_a_loaders_own_generator_goes_on(tmp_path):
+def test_a_loaders_own_generator_continues(tmp_path):
     def own():
         return DataLoader(
             samples(28), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(8)
@@ -322,7 +322,7 @@ def test_a_checkpoint_after_a_validation_within_an_epoch_does_not_validate_again
 # --- parts that keep state ------------------------------------------------------------------------
 
 
-def test_callbacks_go_on(tmp_path):
+def test_callbacks_continue(tmp_path):
     def callbacks():
         best = ModelCheckpoint("val_loss", save_top_k=2, filename="{epoch}", save_last=True)
         by_steps = ModelCheckpoint(
@@ -356,7 +356,7 @@ def test_callbacks_go_on(tmp_path):
         )
         assert_same_end(rest, whole)
         assert again[0].updates == 28
-        # After step 6 the look at step 5 is still to come: it finds its value after the validation of step 7.
+        # After step 6, step 5 is due still: its value comes with the validation of step 7.
         later = [
             path
             for path in whole_own[3].best_k_models
@@ -367,7 +367,7 @@ def test_callbacks_go_on(tmp_path):
         ]
 
 
-def test_averaged_weights_go_on_from_the_trained_ones(tmp_path):
+def test_averaged_weights_continue_from_the_trained_ones(tmp_path):
     train(tmp_path / "first", epochs=1, plugins=[EMA(0.5)])
     state = torch.load(tmp_path / "first" / "run" / "last.ckpt", weights_only=True)
     seen = {}
@@ -395,7 +395,7 @@ def test_a_checkpoint_names_itself_as_the_best(tmp_path):
     assert last == state
 
 
-def test_early_stopping_goes_on_counting(tmp_path):
+def test_early_stopping_continues_its_count(tmp_path):
     class Flat(Random):
         def validation_step(self, batch, batch_idx):
             self.log("flat", 1.0)
@@ -408,7 +408,7 @@ def test_early_stopping_goes_on_counting(tmp_path):
 
 
 class Counts:
-    """A plugin of the user's own."""
+    """A user's plugin."""
 
     def __init__(self):
         self.steps, self.loaded = 0, None
@@ -439,9 +439,9 @@ class CountsToo(Callback):
         self.batches = state["batches"]
 
 
-def test_plugins_and_callbacks_of_ones_own_go_on(tmp_path):
+def test_users_plugins_and_callbacks_continue(tmp_path):
     first, second, callback = Counts(), Counts(), CountsToo()
-    second.steps = 100  # two of one name are told apart by their order
+    second.steps = 100  # two of one name are distinguished by their order
     train(tmp_path, epochs=1, plugins=[first, second], callbacks=[callback])
     again = Counts(), Counts(), CountsToo()
     train(tmp_path, epochs=2, path="last", plugins=again[:2], callbacks=again[2:])
@@ -471,7 +471,7 @@ def test_state_is_loaded_before_the_hooks_are_frozen_and_after_the_optimizers_ar
     assert seen == ["wrap", "load", "start"]
 
 
-def test_parts_that_came_and_went(tmp_path):
+def test_added_and_removed_parts(tmp_path):
     train(tmp_path, epochs=1, plugins=[Counts()])
     with pytest.warns(UserWarning, match="last.ckpt") as caught:
         train(tmp_path, epochs=2, path="last", plugins=[EarlyStopping("val_loss")])
@@ -482,7 +482,7 @@ def test_parts_that_came_and_went(tmp_path):
     )
 
 
-def test_state_that_could_not_be_read_again_is_left_out_and_says_so(tmp_path):
+def test_state_that_could_not_be_read_again_is_left_out_with_a_warning(tmp_path):
     class Odd(Counts):
         def state_dict(self):
             return {"path": tmp_path}
@@ -497,7 +497,7 @@ def test_state_that_could_not_be_read_again_is_left_out_and_says_so(tmp_path):
 
 
 class Replaces:
-    """Puts an optimizer of its own in the place of the module's, as horovod does, with the same groups."""
+    """Replaces the module's optimizer by another with the same groups, as horovod does."""
 
     replaces = frozenset({"wrap_optimizer"})
 
@@ -546,7 +546,7 @@ def test_manual_optimisation(tmp_path):
             assert_rest(more, lines)
 
 
-def test_a_scale_of_16_mixed_goes_on(tmp_path):
+def test_a_scale_of_16_mixed_continues(tmp_path):
     class Overflows(Random):
         def training_step(self, batch, batch_idx):
             factor = 1e38 if self.global_step < 3 else 1.0
@@ -570,12 +570,12 @@ def test_a_scale_of_16_mixed_goes_on(tmp_path):
     assert scales == [65536.0, 65536.0 / 8]
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A run of one epoch: its folder."""
+    """Return the folder of a run of one epoch."""
     folder = tmp_path_factory.mktemp("saved")
     torch.manual_seed(0)
     train(folder, epochs=1)
@@ -595,7 +595,7 @@ def refused(tmp_path, path, words, error, **options):
     assert not seen
 
 
-def test_weights_alone_are_not_enough_to_go_on(tmp_path, saved):
+def test_weights_alone_are_not_enough_to_resume(tmp_path, saved):
     state = torch.load(saved / "run" / "last.ckpt", weights_only=True)
     del state["fit"]
     checkpoint_file.write(state, tmp_path / "weights.ckpt")
@@ -641,7 +641,7 @@ def test_a_file_that_does_not_fit(tmp_path, saved, change, words):
 
 
 class Reordered(Random):
-    """Two layers of one shape, which a refactoring has swapped: torch would give each the other's momenta."""
+    """Two layers of one shape in another order: torch would swap their momenta."""
 
     def __init__(self, swapped=False, all_of_it=True):
         super().__init__()
@@ -661,7 +661,7 @@ class Reordered(Random):
     [
         (
             {"swapped": True},
-            r"parameter 6 of Adam was a\.weight, and is b\.weight now\. Fix: the same parameters in the same order",
+            r"parameter 6 of Adam was a\.weight, and is b\.weight now\. Fix: the same parameters",
         ),
         ({"all_of_it": False}, r"parameter 9 of Adam was b\.bias, and is none now\. Fix"),
     ],
@@ -722,16 +722,16 @@ def test_ckpt_path_and_checkpoint_contradict_each_other():
         trainer().fit(Net(), loader(), ckpt_path="last", checkpoint="last")
 
 
-def test_nothing_to_go_on_from(tmp_path):
+def test_nothing_to_resume_from(tmp_path):
     with pytest.raises(UsageError, match=r"has saved no last checkpoint.*Fix.*ckpt_path='auto'"):
         train(tmp_path, path="last")
     assert not (tmp_path / "run").exists()
 
 
-# --- where it goes on -----------------------------------------------------------------------------
+# --- the checkpoint that a run resumes from -------------------------------------------------------
 
 
-def test_the_runs_folder_goes_on(tmp_path):
+def test_the_runs_folder_is_continued(tmp_path):
     csv = {"csv": {"path": str(tmp_path / "table.csv")}}
     train(tmp_path, epochs=1, plugins=["csv"], plugin_options=csv, steps=False)
     first = (tmp_path / "run" / "metrics.jsonl").read_text(), (tmp_path / "table.csv").read_text()
@@ -747,7 +747,7 @@ def test_the_runs_folder_goes_on(tmp_path):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 14
 
 
-def test_auto_begins_anew_where_there_is_nothing_and_goes_on_where_there_is(tmp_path):
+def test_auto_starts_from_scratch_without_a_checkpoint_and_resumes_with_one(tmp_path):
     one, _ = train(tmp_path, epochs=1, path="auto")
     assert one.global_step == 7
     (
@@ -760,7 +760,7 @@ def test_auto_begins_anew_where_there_is_nothing_and_goes_on_where_there_is(tmp_
 
 
 def test_last_is_the_newest_in_the_runs_folder(tmp_path):
-    """Also that of a ModelCheckpoint in a process that is gone."""
+    """Also that of a ModelCheckpoint in a process that has ended."""
 
     class Stops(Random):
         def on_train_batch_end(self, outputs, batch, batch_idx):
@@ -776,12 +776,12 @@ def test_last_is_the_newest_in_the_runs_folder(tmp_path):
     rest, more = train(tmp_path / "run", epochs=2, path="last", plugins=plugins(), steps=False)
     assert (
         more[0][0] == 10
-    )  # whose flush came after its checkpoint; and not after the first epoch, which is step 7
+    )  # its flush came after its checkpoint; and not after the first epoch, which is step 7
     assert_same_end(rest, whole)
     assert_rest(more, lines)
 
 
-def test_one_trainer_may_go_on_by_itself(tmp_path):
+def test_one_trainer_may_resume_its_own_run(tmp_path):
     whole, _ = train(tmp_path / "whole", epochs=2)
     one, _ = train(tmp_path / "one", epochs=1)
     assert one.current_epoch == 1
@@ -818,7 +818,7 @@ def test_on_load_checkpoint_is_called(tmp_path):
     assert module.found == (5, 7)
 
 
-# --- loaders that cannot be told ------------------------------------------------------------------
+# --- loaders that cannot resume -------------------------------------------------------------------
 
 
 class Lines(IterableDataset):
@@ -826,7 +826,7 @@ class Lines(IterableDataset):
         return iter(samples(28))
 
 
-def test_a_stream_is_read_over_and_says_so(tmp_path):
+def test_a_stream_is_skipped_with_a_warning(tmp_path):
     whole, _ = train(tmp_path / "whole", train=DataLoader(Lines(), batch_size=4))
     with pytest.warns(
         UserWarning, match="DataLoader of Lines cannot be told where to resume: 3 batches are taken"
@@ -839,7 +839,7 @@ def test_a_stream_is_read_over_and_says_so(tmp_path):
     assert_same_end(rest, whole)
 
 
-def test_an_iterator_says_so(tmp_path):
+def test_an_iterator_is_skipped_with_a_warning(tmp_path):
     batches = [batch for _ in range(3) for batch in loader(28)]
     train(tmp_path, epochs=1, train=iter(batches), limit_train_batches=7)
     with pytest.warns(UserWarning, match="is an iterator, which continues from its own position"):
@@ -871,7 +871,7 @@ def test_workers(tmp_path):
     assert_same_end(rest, whole)
 
 
-def test_a_reduction_of_ones_own_goes_on_where_it_is_logged_again(tmp_path):
+def test_a_users_reduction_continues_when_it_is_logged_again(tmp_path):
     class Middle(Random):
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
@@ -901,7 +901,7 @@ def test_a_reduction_of_ones_own_goes_on_where_it_is_logged_again(tmp_path):
     assert rest.callback_metrics["loss_epoch"] == whole.callback_metrics["loss_epoch"]
 
 
-def test_outputs_of_an_epoch_that_are_gone_say_so(tmp_path):
+def test_lost_outputs_of_an_epoch_are_a_warning(tmp_path):
     class Collects(Random):
         def training_epoch_end(self, outputs):
             self.outputs = len(outputs)
@@ -913,7 +913,7 @@ def test_outputs_of_an_epoch_that_are_gone_say_so(tmp_path):
     assert module.outputs == 4
 
 
-def test_torchmetrics_objects_go_on(tmp_path):
+def test_torchmetrics_objects_continue(tmp_path):
     torchmetrics = pytest.importorskip("torchmetrics")
 
     class Measured(Random):
@@ -942,7 +942,7 @@ def test_torchmetrics_objects_go_on(tmp_path):
 
 
 class Again:
-    """What a strategy does whose ranks come and go: after an error it calls the worker again, with a checkpoint from memory."""
+    """Calls the worker again after an error, with a checkpoint in memory, as elastic ones do."""
 
     replaces = frozenset({"launch"})
 
@@ -972,7 +972,7 @@ class Again:
 
 
 @pytest.mark.parametrize("breaks_at", [9, 18])
-def test_a_run_goes_on_in_the_same_process_from_a_checkpoint_in_memory(tmp_path, breaks_at):
+def test_a_run_resumes_in_the_same_process_from_a_checkpoint_in_memory(tmp_path, breaks_at):
     for name in ("whole", "broken"):
         (tmp_path / name).mkdir()
     whole, lines = train(tmp_path / "whole", steps=False)
@@ -986,7 +986,7 @@ def test_a_run_goes_on_in_the_same_process_from_a_checkpoint_in_memory(tmp_path,
     )
 
 
-def test_a_run_that_broke_before_there_was_a_checkpoint_begins_anew(tmp_path):
+def test_a_run_that_failed_before_its_first_checkpoint_starts_from_scratch(tmp_path):
     broken, _ = train(tmp_path, steps=False, plugins=[Again(commits_at=-1, breaks_at=9)])
     assert (broken.global_step, broken.current_epoch) == (21, 3)
 
@@ -1008,7 +1008,7 @@ def test_a_checkpoint_in_memory_goes_before_a_file(tmp_path):
 
 
 def best_of(folder, epochs, path=None, keep=None, **options):
-    """A fit that keeps its two best files in the run's folder, of a metric that falls; and its ModelCheckpoint."""
+    """Fit and keep the two best files of a falling metric; return trainer and ModelCheckpoint."""
 
     class Falls(Random):
         def validation_step(self, batch, batch_idx):
@@ -1036,7 +1036,7 @@ def test_another_folder_leaves_the_files_of_the_one_it_comes_from(tmp_path):
     before = bytes_in(tmp_path / "a")
     with pytest.warns(
         UserWarning,
-        match=r"model_checkpoint\].*a/run/last\.ckpt belongs to another folder than.*d/run/checkpoints",
+        match=r"model_checkpoint\].*a/run/last\.ckpt belongs to another .*d/run/checkpoints",
     ):
         keep = best_of(tmp_path / "d", 4, path=tmp_path / "a" / "run" / "last.ckpt")
     assert bytes_in(tmp_path / "a") == before
@@ -1076,7 +1076,7 @@ def test_a_dirpath_outside_the_runs_folder_is_of_the_run_and_not_of_a_copy(tmp_p
     ]
 
 
-def test_one_object_in_two_folders_deletes_in_neither_what_the_other_wrote(tmp_path):
+def test_one_object_in_two_folders_deletes_no_file_of_the_other_run(tmp_path):
     keep = best_of(tmp_path / "a", 2)
     before = bytes_in(tmp_path / "a")
     with pytest.warns(UserWarning, match="another folder"):
@@ -1122,7 +1122,7 @@ def test_a_checkpoint_that_names_a_file_elsewhere_is_refused(tmp_path):
     )
     with pytest.raises(
         TrainingError,
-        match=r"last\.ckpt: the state of .*model_checkpoint.* does not fit: '\.\./\.\./mine\.ckpt' is no name",
+        match=r"last\.ckpt: the state of .*model_checkpoint.* does not fit: '\.\./\.\./mine\.ckpt'",
     ):
         best_of(tmp_path, 3, path="last")
 
@@ -1145,7 +1145,7 @@ def test_links_out_of_the_folder_and_files_of_others_are_not_followed_and_not_de
     )
     with pytest.warns(
         UserWarning,
-        match=r"checkpoints no longer has link\.ckpt, sub/b\.ckpt, others\.ckpt, gone\.ckpt of this run",
+        match=r"checkpoints no longer has link\.ckpt, sub/b\.ckpt, others\.ckpt, gone\.ckpt of",
     ):
         keep = best_of(tmp_path, 4, path="last")
     assert sorted(path.name for path in mine.iterdir()) == ["a.ckpt", "b.ckpt"]
@@ -1155,7 +1155,7 @@ def test_links_out_of_the_folder_and_files_of_others_are_not_followed_and_not_de
     assert [one[-12:] for one in keep.best_k_models] == ["epoch=2.ckpt", "epoch=3.ckpt"]
 
 
-def test_a_best_that_is_gone_is_not_the_best_any_more(tmp_path):
+def test_a_best_that_was_deleted_is_not_the_best(tmp_path):
     best_of(tmp_path, 2)
     (tmp_path / "run" / "checkpoints" / "epoch=1.ckpt").unlink()
     seen = []
@@ -1180,7 +1180,7 @@ class _Killed(BaseException):
 
 
 class Kills:
-    """Ends the process, as far as files are concerned, at the n-th moment: after each file that is written and before each deletion."""
+    """Stops all changes of files at the n-th moment: after each write and before each deletion."""
 
     def __init__(self, monkeypatch, moment):
         self.left, self.write, self.delete = moment, checkpoint_file.write, model_checkpoint.delete
@@ -1203,7 +1203,7 @@ class Kills:
 
 @pytest.fixture(scope="module")
 def whole_best(tmp_path_factory):
-    """A fit of four epochs that was not killed, and its folder."""
+    """Fit four epochs without a kill; return the trainer and its folder."""
     folder = tmp_path_factory.mktemp("whole")
     return best_of(folder, 4, save_top_k=2, save_last=True), folder
 
@@ -1253,7 +1253,7 @@ def test_a_file_that_the_user_chose_leaves_the_later_ones(tmp_path):
     ]
 
 
-def test_what_only_an_earlier_epoch_logged_is_known(tmp_path):
+def test_a_metric_of_an_earlier_epoch_is_known(tmp_path):
     class First(Random):
         def training_step(self, batch, batch_idx):
             if self.current_epoch == 0:

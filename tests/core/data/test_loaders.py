@@ -1,4 +1,4 @@
-"""Batches on their way to the device, and where loaders come from."""
+"""The transfer of batches to the device, their sizes, and the source of loaders."""
 
 import multiprocessing
 import warnings
@@ -122,7 +122,7 @@ def test_a_defaultdict_keeps_its_factory():
 
 
 class Output(OrderedDict):
-    """As a model of transformers gives it: a mapping that takes one item at a time."""
+    """An output as in transformers: a mapping that takes one item at a time."""
 
     def update(self, *_, **__):
         raise TypeError("no update")
@@ -175,7 +175,7 @@ def test_first_size(batch, size):
 
 
 class Graphs:
-    """A batch of graphs as torch-geometric has it: iterating over it gives its attributes, of which the first has a row a node."""
+    """A batch as in torch-geometric: it iterates over attributes, the first with a row a node."""
 
     def __init__(self, nodes, told=None):
         self.x = torch.zeros(nodes, 2)
@@ -191,7 +191,7 @@ def image(_=None):
 
 
 def sizes(data, collate_fn=None, batch_size=4):
-    """What is said of each batch, and what is warned of."""
+    """Return the size of each batch, and the warnings."""
     data = (
         torch.utils.data.DataLoader(data, batch_size=batch_size, collate_fn=collate_fn)
         if isinstance(data, range)
@@ -263,7 +263,7 @@ def test_size_of_a_short_stream():
 
 
 def test_means_over_graphs_are_weighted_by_graphs():
-    """27 graphs, of which number 0 to 8 are told right: 9/27, however many nodes they have."""
+    """Graphs 0 to 8 of 27 are classified right: 9/27, for any number of nodes."""
 
     class Right(EvalNet):
         def validation_step(self, batch, batch_idx):
@@ -279,7 +279,7 @@ def test_means_over_graphs_are_weighted_by_graphs():
     assert metrics["val_acc"] == pytest.approx(9 / 27)
 
 
-def test_ambiguous_size_is_told_once():
+def test_ambiguous_size_is_one_warning():
     class Logs(EvalNet):
         def validation_step(self, batch, batch_idx):
             self.log("val_loss", 1.0)
@@ -332,7 +332,7 @@ def test_loader_batch_size():
     assert loader_batch_size(None) is None
 
 
-# --- where loaders come from ----------------------------------------------------------------------
+# --- the source of loaders ------------------------------------------------------------------------
 
 METHODS = {
     "train": "train_dataloader",
@@ -343,7 +343,7 @@ METHODS = {
 
 
 def having(base, name):
-    """An object of ``base`` whose loaders each say ``name`` and the stage."""
+    """Return an object of ``base`` whose loaders hold ``name`` and the stage."""
     methods = {
         method: lambda self, stage=stage: Stream([f"{name} {stage}"])
         for stage, method in METHODS.items()
@@ -393,7 +393,7 @@ def test_fit_uses_loaders_of_several_origins():
 
 
 class Moves:
-    """A batch that is iterable and can be moved, as one of torch-geometric is."""
+    """A batch that is iterable and can be moved, as in torch-geometric."""
 
     def __iter__(self):
         return iter([("x", torch.ones(2))])
@@ -461,7 +461,7 @@ def test_what_cannot_be_iterated_is_refused(stage):
 
 
 class Frame:
-    """Iterable as a data frame of pandas is: by the names of its columns."""
+    """Iterates over the names of its columns, as a data frame of pandas."""
 
     itertuples = None
 
@@ -553,7 +553,7 @@ def test_a_dict_of_loaders_validates_in_fit():
     assert net.seen == [("validate", 0, 0), ("validate", 0, 1), ("validate", 1, 1)]
 
 
-def test_a_val_dataloader_that_forgets_return_is_told():
+def test_a_val_dataloader_that_forgets_return_is_a_warning():
     class Forgets(EvalNet):
         def val_dataloader(self):
             loader()
@@ -572,7 +572,7 @@ def test_a_list_of_batches_trains_as_its_loader_does():
 
 
 class Transfers(EvalNet):
-    """Batches that no ``.to`` moves: texts, which become tensors on their way."""
+    """Batches without ``.to``: texts, which a transfer hook makes tensors of."""
 
     def __init__(self):
         super().__init__()

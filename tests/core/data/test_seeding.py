@@ -1,4 +1,4 @@
-"""Seeds and determinism: what they set, and that torch's global state comes back."""
+"""Seeds and determinism: their settings, and that torch's global state is restored."""
 
 import os
 import random
@@ -67,14 +67,14 @@ def state():
 
 
 def forget(monkeypatch):
-    """Take cuBLAS's variable away, and again what the test sets."""
+    """Remove cuBLAS's variable, and again after the test."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
 
 
 @pytest.fixture(params=[(False, False, True), (True, True, False), (False, False, False)])
 def before(request, monkeypatch):
-    """What somebody set before."""
+    """The user's own settings."""
     forget(monkeypatch)
     enabled, warn_only, benchmark = request.param
     torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
@@ -117,7 +117,7 @@ def test_without_deterministic_the_state_stays_as_it_was(before):
     assert net.state == before == state()
 
 
-def test_cublas_is_told_unless_the_user_told_it(monkeypatch):
+def test_cublas_variable_is_set_unless_the_user_set_it(monkeypatch):
     forget(monkeypatch)
     fit(deterministic=True)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

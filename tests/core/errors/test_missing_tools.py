@@ -1,4 +1,4 @@
-"""Core alone: each name of a tool that another distribution has is answered with the ``pip install`` line."""
+"""Core alone: each name of another distribution's tool has an error with ``pip install``."""
 
 import importlib
 import re
@@ -34,7 +34,7 @@ NAMES = [
 
 @pytest.fixture
 def alone(monkeypatch):
-    """Core finds no other distribution than the command line, whose commands it does not find."""
+    """Core finds only the distribution of the command line, and none of its commands."""
     for package in (
         "callbacks",
         "csv",
@@ -51,7 +51,10 @@ def alone(monkeypatch):
         ]:
             monkeypatch.delitem(sys.modules, name)
         monkeypatch.setitem(sys.modules, f"geartrain_{package}", None)
-    own = lambda **wanted: [ep for ep in entry_points(**wanted) if ep.dist.name == "geartrain"]  # noqa: E731
+
+    def own(**wanted):
+        return [ep for ep in entry_points(**wanted) if ep.dist.name == "geartrain"]
+
     for module in (
         "geartrain.planning.registry",
         "geartrain.planning.lazy_exports",
@@ -109,8 +112,8 @@ def test_a_command(alone, capsys, name):
     assert main([name]) == 2
     said = capsys.readouterr().err
     assert (
-        said
-        == f"geartrain {name}: geartrain {name} is not installed.\nFix: pip install {KNOWN['command', name]}\n"
+        said == f"geartrain {name}: geartrain {name} is not installed.\n"
+        f"Fix: pip install {KNOWN['command', name]}\n"
     )
 
 

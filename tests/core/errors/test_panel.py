@@ -97,7 +97,7 @@ def test_frames_of_installed_packages_are_not_the_users():
 
 @pytest.mark.parametrize("installed", [True, False])
 def test_packages_that_stand_beside_their_metadata_are_installed(tmp_path, monkeypatch, installed):
-    """As those of ``pip install --target``."""
+    """A package as from ``pip install --target``."""
     (tmp_path / "gearpkg").mkdir()
     (tmp_path / "gearpkg" / "__init__.py").touch()
     (tmp_path / "gearpkg" / "deep.py").write_text("def fail(error):\n    raise error\n")

@@ -1,4 +1,4 @@
-"""whole_files: readers find the old file or the new one, and a failed write leaves nothing else."""
+"""Atomic writes: readers find the old file or the new one; a failed write leaves no other."""
 
 import os
 import resource
@@ -16,7 +16,7 @@ from geartrain.files.atomic import AppendedFile, remove_abandoned, replacing
 
 @contextmanager
 def files_of_at_most(size):
-    """No file of this process can become longer: what a full disk does, for one block."""
+    """Imitate a full disk in a block: no file of this process can become longer."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -110,7 +110,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
         AppendedFile(tmp_path / "file" / "in")
 
 
-def test_a_full_disk_leaves_no_part_of_what_was_appended(tmp_path):
+def test_a_full_disk_leaves_no_part_of_the_appended_data(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"one\n")
     file = AppendedFile(path)
@@ -139,7 +139,7 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
         (tmp_path / name).write_text("")
     (tmp_path / "below").mkdir()
     (tmp_path / "below" / ".a.ckpt.1").write_text("")
-    with replacing(tmp_path / "best.ckpt"):  # by a process that lives
+    with replacing(tmp_path / "best.ckpt"):  # by a running process
         remove_abandoned(tmp_path, ".ckpt")
     assert sorted(os.listdir(tmp_path)) == sorted([*others, "below", "best.ckpt"])
     assert os.listdir(tmp_path / "below") == [".a.ckpt.1"]
@@ -152,7 +152,8 @@ def test_a_process_that_is_killed_leaves_a_file_that_is_removed(tmp_path):
     body = (
         "import os, sys; from pathlib import Path; from geartrain.files.atomic import replacing\n"
     )
-    body += "with replacing(Path(sys.argv[1])) as file:\n    file.write(bytes(2**21))\n    os.kill(os.getpid(), 9)"
+    body += "with replacing(Path(sys.argv[1])) as file:\n    file.write(bytes(2**21))\n"
+    body += "    os.kill(os.getpid(), 9)"
     assert (
         subprocess.run([sys.executable, "-c", body, str(tmp_path / "last.ckpt")]).returncode == -9
     )

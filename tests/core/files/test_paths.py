@@ -1,4 +1,4 @@
-"""Paths that users give: ``~`` is the home folder, a URL is refused, and nothing is written elsewhere."""
+"""Users' paths: ``~`` is the home folder, a URL is refused, and nothing is written elsewhere."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from geartrain_csv.logger import CSVLogger
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    """A home, and another folder to work in, which stays empty."""
+    """Return a home folder; the test works in another folder, which must stay empty."""
     (tmp_path / "home").mkdir()
     (tmp_path / "here").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -40,7 +40,7 @@ def home(tmp_path, monkeypatch):
 def test_a_url_is_refused_by_its_option(url):
     with pytest.raises(
         UsageError,
-        match=r"^output='\w+:/.* is a URL, and geartrain reads and writes files only. Fix: a path on this machine",
+        match=r"^output='\w+:/.* is a URL, and geartrain reads and writes files only. Fix: a path",
     ):
         user_path(url, "output")
 

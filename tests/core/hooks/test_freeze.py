@@ -1,4 +1,4 @@
-"""What freezing leaves of the callers, and whom an error that surfaces is blamed on."""
+"""The frozen callers, and the plugin that an error names."""
 
 import pytest
 from pluggy import HookCaller
@@ -41,7 +41,7 @@ def test_an_all_hook_without_a_wrapper_needs_no_pluggy():
     assert hooks.on_epoch_end(run=None) == before == [3, 1]
 
 
-def test_what_nothing_implements_freezes_to_a_call_that_does_nothing():
+def test_a_hook_without_implementations_freezes_to_a_call_that_does_nothing():
     hooks = hooks_of()
     hooks.freeze()
     assert not isinstance(hooks.on_step_end, HookCaller)
@@ -79,7 +79,7 @@ def watch(hooks):
     return seen, stop
 
 
-def test_monitor_set_before_the_freeze_hears_every_call_after_it():
+def test_monitor_set_before_the_freeze_gets_every_call_after_it():
     hooks = hooks_of()
     seen, _ = watch(hooks)
     hooks.freeze()
@@ -124,7 +124,7 @@ def test_blame_names_the_plugin_and_the_hook(frozen):
     assert "'on_step_end'" in note
 
 
-def test_blame_names_who_raised_not_who_wrapped():
+def test_blame_names_the_plugin_that_raised_not_the_one_that_wrapped():
     class Strategy:
         @hookimpl
         def all_gather(self):

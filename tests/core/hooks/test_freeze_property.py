@@ -1,4 +1,4 @@
-"""A frozen hook means exactly what pluggy's own caller means: same result, same calls, same exception."""
+"""A frozen hook does exactly as pluggy's caller: same result, same calls, same exception."""
 
 from dataclasses import dataclass, replace
 
@@ -27,7 +27,7 @@ EVERY = {
 }
 ARGUMENTS = SINGLE | EVERY
 
-#: How the hookimpl is written: the line above its ``def``, and what its parameters begin with.
+#: The forms of a hookimpl: the line above its ``def``, and its first parameter.
 FORMS = {
     "method": ("", "self"),
     "static": ("@staticmethod", ""),
@@ -39,17 +39,18 @@ FORMS = {
 
 @dataclass(frozen=True)
 class Impl:
-    """One hookimpl: which arguments it takes, in which order, and what it does with them."""
+    """One hookimpl: its arguments, their order, and its actions."""
 
     takes: tuple[str, ...]
     form: str = "method"
-    #: ``"value"``, ``"none"``, ``"raise"`` or ``"stop"`` (StopIteration, which generators treat apart).
+    #: ``"value"``, ``"none"``, ``"raise"`` or ``"stop"`` (StopIteration, special in generators).
     does: str = "value"
-    #: A wrapper's deed before its yield: ``""``, ``"raise"`` or ``"return"`` (it never yields).
+    #: A wrapper's action before its yield: ``""``, ``"raise"`` or ``"return"`` (it never yields).
     before: str | None = None
-    #: A wrapper's deed with the result: ``"pass"``, ``"change"``, ``"none"``, ``"raise"`` or ``"yield"`` (a second time).
+    #: A wrapper's action on the result: ``"pass"``, ``"change"``, ``"none"``, ``"raise"`` or
+    #: ``"yield"`` (a second time).
     after: str = "pass"
-    #: A wrapper's deed with an exception: ``"pass"``, ``"swallow"``, ``"other"`` or ``"from"``.
+    #: A wrapper's action on an exception: ``"pass"``, ``"swallow"``, ``"other"`` or ``"from"``.
     fails: str = "pass"
 
     @property
@@ -58,7 +59,7 @@ class Impl:
 
 
 class Deeds:
-    """What the hookimpls do, recorded. Every value and exception is one object, so that identity can be compared."""
+    """Records the hookimpls' actions. Values and exceptions are single objects, for ``is``."""
 
     def __init__(self):
         self.trace, self._made = [], {}
@@ -104,7 +105,7 @@ class Deeds:
 
 
 def plugin(label, hook, impl, deeds):
-    """An object whose hookimpl is real code with just the parameters that ``impl`` takes."""
+    """Return an object whose hookimpl is real code with the parameters of ``impl``."""
     above, first = FORMS[impl.form]
     parameters = [*filter(None, [first]), *impl.takes]
     if impl.form == "positional":
@@ -130,7 +131,7 @@ class Plugin:
 
 
 def takes(hook):
-    """Any subset of the hook's arguments in any order."""
+    """Draw any subset of the hook's arguments in any order."""
     return st.permutations(ARGUMENTS[hook]).flatmap(
         lambda names: st.integers(0, len(names)).map(lambda n: tuple(names[:n]))
     )
@@ -157,7 +158,7 @@ def wrappers(hook):
 
 
 def singles(hook):
-    """At most one owner, any number of wrappers around it, in any order of registration."""
+    """Draw at most one owner and any number of wrappers, in any order of registration."""
     owner = st.lists(plains(hook), max_size=1)
     both = st.tuples(owner, st.lists(wrappers(hook), max_size=3)).flatmap(
         lambda two: st.permutations([*two[0], *two[1]])
@@ -170,7 +171,7 @@ def every(hook):
 
 
 def which(error):
-    """A hookimpl's exception is one object; the caller makes a new one where a wrapper misbehaves or loses the result."""
+    """Describe an exception: a hookimpl's by identity, a new one of the caller by its text."""
     return (
         (type(error), str(error))
         if type(error) is RuntimeError or isinstance(error, GeartrainError)
@@ -179,7 +180,7 @@ def which(error):
 
 
 def outcome(caller, deeds, arguments):
-    """What one call comes to: the result or the exception (the object itself where a hookimpl raised it), and the trace."""
+    """Call once; return the result or the exception, and the trace."""
     deeds.trace.clear()
     try:
         result = caller(**arguments)

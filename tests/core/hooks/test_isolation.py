@@ -1,4 +1,4 @@
-"""Plugins that say ``errors_are_warnings = True`` never stop a run: one warning, and they are left out of the rest of it."""
+"""Plugins with ``errors_are_warnings = True``: after one warning the run continues without."""
 
 import warnings
 
@@ -9,7 +9,7 @@ from geartrain import UsageError, hookimpl
 
 
 class Breaks:
-    """A logger that breaks in the hooks in ``where``, and keeps what was called."""
+    """A logger that raises in the hooks in ``where``, and records its calls."""
 
     errors_are_warnings = True
 
@@ -49,7 +49,7 @@ class Logs(Net):
 
 
 @pytest.mark.parametrize("hook", ["on_run_start", "log_metrics", "on_epoch_end"])
-def test_training_goes_on_with_one_warning_and_without_the_plugin(hook):
+def test_training_continues_with_one_warning_and_without_the_plugin(hook):
     broken, other = Breaks(hook), Loggers()
     with pytest.warns(UserWarning, match="Breaks") as caught:
         one = fit(Logs(), max_epochs=3, log_every_n_steps=1, plugins=[other, broken])
@@ -61,11 +61,11 @@ def test_training_goes_on_with_one_warning_and_without_the_plugin(hook):
     assert one.global_step == 18
     assert len(other.lines) == 18
     assert broken.called.count(hook) == 1
-    assert broken.called[-1] == "on_run_end"  # it can close what is open
+    assert broken.called[-1] == "on_run_end"  # it can close its files
     assert broken.called[broken.called.index(hook) :] == [hook, "on_run_end"]
 
 
-def test_errors_of_closing_after_another_are_not_told_again():
+def test_errors_of_closing_after_another_raise_no_second_warning():
     broken = Breaks("log_metrics", "on_run_end")
     with pytest.warns(UserWarning, match="Breaks") as caught:
         fit(Logs(), plugins=[broken])
@@ -81,7 +81,7 @@ def test_the_next_run_tries_again():
     assert broken.called.count("log_metrics") == 2
 
 
-def test_an_error_of_the_users_own_is_not_hidden():
+def test_the_users_own_error_is_not_hidden():
     class Fails(Net):
         def training_step(self, batch, batch_idx):
             raise ValueError("mine")
@@ -95,7 +95,7 @@ def test_an_error_of_the_users_own_is_not_hidden():
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_what_is_no_error_passes(error):
+def test_keyboard_interrupt_is_not_caught(error):
     with pytest.raises(error):
         fit(Logs(), plugins=[Breaks("log_metrics", error=error)])
 
@@ -138,7 +138,7 @@ def test_a_wrapper_is_refused(hook):
     wraps = type("Wraps", (), {"errors_are_warnings": True, "around": around})
     with pytest.raises(
         UsageError,
-        match=r"Wraps: its hookimpl 'around' is a wrapper, and errors_are_warnings = True .*\. Fix: use an event",
+        match=r"Wraps: its hookimpl 'around' is a wrapper, and errors_are_warnings = True .*Fix",
     ):
         trainer(plugins=[wraps()])
 

@@ -1,4 +1,4 @@
-"""Who started this process, and which rank it is: the variables of every launcher."""
+"""The launcher and the rank of this process, from the variables of every launcher."""
 
 import os
 
@@ -145,7 +145,7 @@ def test_a_program_that_srun_starts_inside_an_interactive_job_is_a_rank(job):
     ):
         assert (
             detect({**environ, "SLURM_TASK_PID": "1"}) is None
-        )  # a script in between, or a shell that nobody sees
+        )  # a script in between, or a shell in the background
     assert detect({**environ, "SLURM_JOB_NAME": "bash-training", "SLURM_TASK_PID": "1"}).rank == 6
 
 
@@ -197,7 +197,7 @@ def test_first_host_of_slurms_list(nodes, first):
     assert detect({**SRUN, "SLURM_STEP_NODELIST": nodes}).master_addr == first
 
 
-def test_ranks_of_a_job_agree_on_a_port_without_being_told():
+def test_ranks_of_a_job_derive_the_same_port():
     first = detect({**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
     assert detect(SRUN).master_port == first.master_port
     assert detect({**SRUN, "SLURM_JOB_ID": "78"}).master_port != first.master_port

@@ -1,4 +1,4 @@
-"""What a forked child, such as a loader worker or one of a Pool, does not keep of its parent."""
+"""Forked children, as loader workers, keep no handlers and descriptors of their parent."""
 
 import multiprocessing
 import os
@@ -105,7 +105,8 @@ def test_loader_workers_leave_no_folder_after_an_error(tmp_path):
                 return torch.optim.SGD(self.parameters(), 0.1)
 
         trainer = gt.Trainer(max_epochs=1, enable_progress_bar=False)
-        trainer.fit(Fails(), DataLoader(torch.rand(8, 1), batch_size=2, num_workers=1, persistent_workers=True))
+        data = DataLoader(torch.rand(8, 1), batch_size=2, num_workers=1, persistent_workers=True)
+        trainer.fit(Fails(), data)
     """
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", textwrap.dedent(program)]

@@ -1,4 +1,4 @@
-"""Core launches one process: it refuses a launcher that started more, and a strategy that leaves hooks of several processes to core."""
+"""Core launches one process: it refuses launchers and strategies of several processes."""
 
 import json
 import os
@@ -22,14 +22,12 @@ def test_a_launcher_that_started_more_processes_than_are_planned_is_refused(monk
         monkeypatch.setenv(name, value)
     with pytest.raises(
         UsageError,
-        match=r"the plan has 1 processes .* torchrun started 2 .*Fix: --devices 2 --num-nodes 1, or start 1",
+        match=r"the plan has 1 processes .* torchrun started 2 .*Fix: --devices 2 --num-nodes 1",
     ):
         fit(devices=1)
 
 
-def test_one_process_of_torchrun_trains_and_leaves_its_error_where_torchrun_looks(
-    monkeypatch, tmp_path
-):
+def test_one_process_of_torchrun_trains_and_records_its_error_for_torchrun(monkeypatch, tmp_path):
     for name, value in ONE_OF_TORCHRUNS.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
@@ -67,5 +65,6 @@ def test_a_hook_of_several_processes_that_is_left_to_core_is_refused_before_anyt
         trainer(strategy=strategy(), devices=2).fit(Net(), loader())
     assert str(caught.value) == (
         f"Forgets plans 2 processes and does not implement {hook}. "
-        "Fix: extend geartrain.parallel.ProcessGroupStrategy (pip install geartrain-parallel), or implement them"
+        "Fix: extend geartrain.parallel.ProcessGroupStrategy (pip install geartrain-parallel), "
+        "or implement them"
     )

@@ -21,7 +21,7 @@ def test_a_signal_is_an_error_that_names_it(number):
 
 
 def test_a_hangup_that_is_ignored_stays_so():
-    """As under nohup."""
+    """nohup ignores it."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with raise_on_signals():
@@ -32,7 +32,7 @@ def test_a_hangup_that_is_ignored_stays_so():
 
 
 def test_a_handler_of_the_program_stays():
-    """As those with which a program saves or asks for its requeueing."""
+    """A program may save, or requeue its job, in its own handler."""
     heard = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     try:

@@ -1,4 +1,4 @@
-"""Validation, test and prediction: when they run, on what, and what they leave behind."""
+"""Validation, test and prediction: their times, their batches and their results."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from geartrain import TrainingError, UsageError, hookimpl
 
 
 class Times:
-    """Keeps how many steps were done at each validation, and its stage."""
+    """Records the steps done at each validation, and its stage."""
 
     def __init__(self):
         self.steps, self.stages = [], []
@@ -295,7 +295,7 @@ def test_validation_inside_an_epoch_changes_nothing_of_the_training():
     assert_equal(net, expected)
 
 
-# --- what comes back ------------------------------------------------------------------------------
+# --- results --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("command", "name"), [("validate", "val_loss"), ("test", "test_loss")])
@@ -395,7 +395,7 @@ def test_on_validation_end_sees_the_metrics():
     assert len(set(net.own)) == 3
 
 
-# --- what is missing ------------------------------------------------------------------------------
+# --- missing loaders and steps --------------------------------------------------------------------
 
 
 def test_a_validation_loader_without_validation_step_warns():

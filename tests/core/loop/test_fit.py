@@ -1,4 +1,4 @@
-"""The loop: what it computes, how long it runs, and in which order it asks whom."""
+"""The loop: its results, its end, and the order of its calls."""
 
 import copy
 import math
@@ -32,7 +32,7 @@ from geartrain.testing import run_plugin
 
 ADAM = partial(torch.optim.Adam, lr=0.01)
 
-# --- what it computes -----------------------------------------------------------------------------
+# --- results --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAM])
@@ -102,7 +102,7 @@ def test_the_batches_of_a_limited_epoch_are_the_first_ones():
 
 
 class Stopper:
-    """Asks for the end in one step."""
+    """Sets should_stop in one step."""
 
     def __init__(self, step):
         self.step = step
@@ -184,7 +184,7 @@ def test_no_loader_is_an_error_that_names_the_method():
         trainer().fit(Net())
 
 
-# --- what training_step may return ----------------------------------------------------------------
+# --- results of training_step ---------------------------------------------------------------------
 
 
 class Returning(Net):
@@ -232,13 +232,13 @@ def test_a_wrapper_of_forward_that_forgets_return_is_an_error_that_names_it():
 def test_an_iterator_that_an_earlier_epoch_has_read_to_its_end_is_said_so():
     with pytest.raises(
         TrainingError,
-        match=r"is an iterator, which earlier epochs have read to its end\. Fix: a DataLoader or a list",
+        match=r"is an iterator, which earlier epochs have read to its end\. Fix: a DataLoader or a",
     ):
         trainer(max_epochs=2).fit(Net(), iter(list(loader())))
 
 
 def told(net, **options):
-    """What one fit warns of a first epoch that trained nothing."""
+    """Return the warnings of a fit about a first epoch that trained nothing."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(net, **options)
@@ -251,12 +251,12 @@ def told(net, **options):
     "options",
     [{"max_epochs": 2}, {"max_epochs": None, "max_steps": 3}, {"accumulate_grad_batches": 4}],
 )
-def test_a_first_epoch_of_none_losses_is_told_once(options):
+def test_a_first_epoch_of_none_losses_is_one_warning(options):
     (message,) = told(Returning(lambda loss, _: None), **options)
     assert "every training_step returned None, or" in message
 
 
-def test_a_first_epoch_in_which_no_stepped_parameter_got_a_gradient_is_told():
+def test_a_first_epoch_in_which_no_stepped_parameter_got_a_gradient_is_a_warning():
     net = Net()
     net.make_optimizer = lambda _: SGD([torch.nn.Parameter(torch.zeros(2))])
     (message,) = told(net)
@@ -268,7 +268,7 @@ def test_a_first_epoch_in_which_no_stepped_parameter_got_a_gradient_is_told():
 
 @pytest.mark.parametrize("optimizer", [SGD, partial(torch.optim.SGD, lr=0.0), torch.optim.LBFGS])
 @pytest.mark.parametrize("skipped", [(), range(1, 6), range(5)])
-def test_a_first_epoch_with_one_step_that_trained_is_none_to_tell_of(optimizer, skipped):
+def test_a_first_epoch_with_one_step_that_trained_is_no_warning(optimizer, skipped):
     assert not told(
         Returning(
             lambda loss, batch_idx: None if batch_idx in skipped else loss, optimizer=optimizer
@@ -309,7 +309,7 @@ def test_a_loss_that_cannot_be_learnt_from(what, words):
         fit(Returning(what))
 
 
-def test_an_error_in_backward_that_is_the_users_own_comes_as_it_is():
+def test_the_users_own_error_in_backward_is_not_changed():
     class Broken(torch.autograd.Function):
         @staticmethod
         def forward(context, x):
@@ -373,7 +373,7 @@ def test_training_epoch_end_gets_detached_outputs(as_dict):
     assert last < first  # it learns
 
 
-# --- the order of things --------------------------------------------------------------------------
+# --- order ----------------------------------------------------------------------------------------
 
 
 def test_hooks_of_a_step_in_order():
@@ -509,7 +509,7 @@ def test_on_train_batch_end_comes_after_the_optimizer_step():
 
 
 class Leaves(EvalNet):
-    """Leaves out the rest of an epoch from one batch on."""
+    """Ends an epoch at one batch."""
 
     def __init__(self, at):
         super().__init__()
@@ -689,11 +689,11 @@ def test_hooks_are_frozen_during_the_loop():
     late = Late()
     one = trainer(plugins=[late])
     one.fit(Net(), loader())
-    one.fit(Net(), loader())  # the next run has callers of its own
+    one.fit(Net(), loader())  # the next run has its own callers
     assert late.seen == ("asked", "asked")
 
 
-def test_the_batch_of_a_step_is_what_the_loader_gave():
+def test_the_batch_of_a_step_is_that_of_the_loader():
     class Batches:
         got = ()
 

@@ -1,4 +1,4 @@
-"""configure_optimizers in all its forms, and when optimizers and schedulers step."""
+"""The forms of configure_optimizers, and the steps of optimizers and schedulers."""
 
 import copy
 import math
@@ -26,7 +26,7 @@ from geartrain.loop.optimizers import mean_over_ranks
 
 
 class Configured(EvalNet):
-    """``configure_optimizers`` returns ``what(self)``; two optimizers, one for each layer, and a scheduler for each."""
+    """Has two optimizers and schedulers; ``configure_optimizers`` returns ``what(self)``."""
 
     def __init__(self, what):
         super().__init__()
@@ -157,7 +157,7 @@ def test_wrong_forms(what, words):
 
 
 class Wraps(torch.optim.SGD):
-    """As SAM does: it steps the groups of another optimizer."""
+    """Steps the groups of another optimizer, as SAM does."""
 
     def __init__(self, inner):
         super().__init__([{"params": group["params"]} for group in inner.param_groups], lr=1.0)
@@ -288,7 +288,7 @@ def test_lbfgs_with_a_second_optimizer_is_refused():
 
 
 class NoClosure(torch.optim.SGD):
-    """A step as optimizers of one's own often have it."""
+    """A ``step`` with the signature that users' optimizers often have."""
 
     def step(self):
         return super().step()
@@ -327,7 +327,7 @@ def test_an_overridden_zero_grad_is_called():
     assert kept[1].calls == 6
 
 
-# --- when schedulers step -------------------------------------------------------------------------
+# --- steps of schedulers --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ def test_an_overridden_zero_grad_is_called():
     ],
 )
 def test_interval_and_frequency(interval, frequency, options, steps):
-    """Three epochs of 6 batches."""
+    """Train three epochs of 6 batches."""
     net = Configured(
         lambda n: (
             [n.first],
@@ -472,7 +472,7 @@ def test_schedulers_of_epochs_step_before_the_validation_that_ends_one(interval)
     assert net.rates[0] == 1 / 4
 
 
-def test_plateau_that_is_not_strict_waits_for_its_metric_and_says_so():
+def test_plateau_that_is_not_strict_waits_for_its_metric_with_a_warning():
     net = Configured(
         lambda n: {
             "optimizer": n.first,
@@ -509,7 +509,7 @@ def test_estimated_stepping_batches(options, expected):
     net = Asks()
     done = fit(net, **options)
     assert net.asked == expected == done.global_step
-    assert isinstance(net.asked, int)  # as OneCycleLR wants it
+    assert isinstance(net.asked, int)  # as OneCycleLR needs it
 
 
 @pytest.mark.parametrize(

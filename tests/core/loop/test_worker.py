@@ -1,4 +1,4 @@
-"""What each process sets up, in the contract's order, and what becomes of what the owners return."""
+"""Set-up and tear-down of a process: their order, and the use of the owners' results."""
 
 import pickle
 
@@ -13,7 +13,7 @@ from geartrain.loop.run import Stage
 
 
 class Wrapped(nn.Module):
-    """Counts its forward calls, as DDP's wrapper reduces in them."""
+    """Counts its forward calls, in which DDP's wrapper would reduce."""
 
     def __init__(self, module):
         super().__init__()
@@ -39,7 +39,7 @@ class Steps:
 
 
 class Strategy:
-    """Owns the whole of set-up and teardown and notes each call."""
+    """Owns all hooks of set-up and teardown, and records each call."""
 
     def __init__(self):
         self.seen = []
@@ -97,7 +97,7 @@ def test_set_up_goes_in_the_order_of_the_contract_and_teardown_backwards():
     ]
 
 
-def test_what_the_owners_return_is_what_trains():
+def test_the_results_of_the_owners_are_trained():
     one = trainer(strategy=Strategy())
     one.fit(EvalNet(), loader(), loader())
     assert (
@@ -106,7 +106,8 @@ def test_what_the_owners_return_is_what_trains():
         == len(one.run.stages["train"].loaders[0])
         == 2
     )
-    # Evaluation calls the bare module: a wrapper's forward may communicate, and ranks may have unequal numbers of batches.
+    # Evaluation calls the bare module: a wrapper's forward may communicate, and ranks may have
+    # unequal numbers of batches.
     assert one.run.model.calls == ["training_step"] * 2
 
 
@@ -125,7 +126,7 @@ def test_by_default_model_optimizer_and_loader_are_the_users_own():
 
 
 class _Launches(Strategy):
-    """``launch`` as a strategy's author may get it wrong."""
+    """A wrong ``launch``."""
 
     def __init__(self, calls):
         super().__init__()
@@ -166,6 +167,6 @@ def test_a_world_of_another_type_is_an_error():
 
 
 def test_loaders_stay_in_their_process():
-    """A strategy sends a run's numbers of batches to the process that started it, and loaders need not pickle."""
+    """A strategy sends numbers of batches to another process; loaders need not pickle."""
     stage = Stage([iter(())], [3], [4], True)
     assert pickle.loads(pickle.dumps(stage)) == Stage([], [3], [4], True)

@@ -82,7 +82,7 @@ def test_checkpoints_have_the_models_own_names(tmp_path):
 
 
 class Answers(nn.Module):
-    """Called by keywords, with the loss in its output, as models of transformers are."""
+    """Takes keywords, and has the loss in its output, as models of transformers."""
 
     def __init__(self, form=dict):
         super().__init__()
@@ -117,7 +117,7 @@ def test_a_model_that_computes_its_own_loss(form):
         ((torch.ones(2, 3),), 1, torch.ones(2, 3)),
     ],
 )
-def test_what_the_model_and_the_loss_get(batch, inputs, target):
+def test_arguments_of_the_model_and_the_loss(batch, inputs, target):
     got = []
 
     class Looks(nn.Module):
@@ -143,7 +143,7 @@ def test_what_the_model_and_the_loss_get(batch, inputs, target):
     [
         (
             {"loss": functional.mse_loss},
-            r"Sequential is a plain nn.Module, and optimizer=None.*Fix: optimizer=torch.optim.AdamW",
+            r"Sequential is a plain nn.Module, and optimizer=None.*Fix: optimizer=torch.optim",
         ),
         ({"loss": "mse", "optimizer": SGD}, "loss='mse' is no function"),
         (
@@ -156,7 +156,7 @@ def test_what_the_model_and_the_loss_get(batch, inputs, target):
         ),
     ],
 )
-def test_what_is_refused(options, words):
+def test_wrong_arguments_are_refused(options, words):
     with pytest.raises(UsageError, match=words):
         trainer().fit(model(), loader(), **options)
 

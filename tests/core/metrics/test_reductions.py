@@ -1,4 +1,4 @@
-"""``reduce_fx`` as a function of the user's own: it gets every value of the epoch."""
+"""``reduce_fx`` as a user's function: it gets every value of the epoch."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""self.log: names, reductions, weights, timing, errors, and what ranks say to each other."""
+"""self.log: names, reductions, weights, timing and errors."""
 
 import math
 from collections import ChainMap
@@ -16,17 +16,17 @@ from geartrain.callbacks import Callback, ModelCheckpoint
 
 
 def sizes(*lengths):
-    """Batches of these lengths."""
+    """Return batches of these lengths."""
     return [next(iter(loader(length, length))) for length in lengths]
 
 
 def logged(value, *, train=None, metrics="callback_metrics", **options):
-    """What the trainer has after ``self.log("x", value(batch_idx))`` in ``training_step``."""
+    """Return the metrics after ``self.log("x", value(batch_idx))`` in ``training_step``."""
     net = Logging(lambda self, batch, batch_idx: self.log("x", value(batch_idx), **options))
     return getattr(fit(net, loader() if train is None else train), metrics)
 
 
-# --- when, and under which name -------------------------------------------------------------------
+# --- times and names ------------------------------------------------------------------------------
 
 
 class Everywhere(Net):
@@ -45,7 +45,7 @@ class Everywhere(Net):
 
 
 class Reads(Callback):
-    """Reads metrics in the hooks of an epoch's end, as callbacks written for Lightning do."""
+    """Reads metrics in the hooks of an epoch's end, as Lightning's callbacks do."""
 
     def __init__(self):
         self.read = []
@@ -254,7 +254,7 @@ def test_a_batch_size_that_torch_counted_is_a_number():
 def test_a_batch_size_that_is_no_count_is_refused(size):
     with pytest.raises(
         TrainingError,
-        match=r"self.log\('x'\): batch_size=.* is no whole number of samples, 0 or more\. Fix: batch_size=",
+        match=r"self.log\('x'\): batch_size=.* is no whole number of samples, 0 or more\. Fix",
     ):
         fit(Logging(lambda self, batch, i: self.log("x", 1.0, batch_size=size)))
 
@@ -276,7 +276,7 @@ def test_values_of_other_dtypes_and_plain_numbers_mix():
     assert logged(values.__getitem__, on_step=False, on_epoch=True, reduce_fx="sum") == {"x": 21.0}
 
 
-# --- where it goes --------------------------------------------------------------------------------
+# --- loggers and progress bar ---------------------------------------------------------------------
 
 
 def test_logger_and_prog_bar():
@@ -350,7 +350,7 @@ def test_outside_a_run():
 
 
 class Far(torch.Tensor):
-    """A tensor that says it is on a GPU, and in ``steps`` at which step each copy of it to the CPU was made."""
+    """A tensor that imitates one on a GPU; ``steps`` has the step of each copy to the CPU."""
 
     steps: ClassVar = []
     now: ClassVar = [0]
@@ -386,7 +386,7 @@ def far(monkeypatch):
 
 
 def test_no_tensor_is_read_between_flushes(far, monkeypatch):
-    """Reading a tensor makes the CPU wait for the GPU: ``item``, ``float`` and ``bool`` come to one operation, ``tolist`` to none."""
+    """Count reads, at which the CPU waits: ``item``, ``float`` and ``bool`` are one operation."""
     reads = []
 
     class Reads(TorchDispatchMode):
@@ -432,7 +432,7 @@ def test_a_value_that_would_be_reported_never_is_refused(options):
 
 
 def test_a_metric_is_read_in_the_step_that_asks_for_it_and_no_other_is(far, tmp_path, monkeypatch):
-    """a is monitored at steps 3 and 6, b by nobody, and the last flush reads both."""
+    """a is monitored at steps 3 and 6, b is not, and the last flush reads both."""
 
     class Count:
         @hookimpl
@@ -458,7 +458,7 @@ def test_a_metric_is_read_in_the_step_that_asks_for_it_and_no_other_is(far, tmp_
     assert monitor.best_model_score == -2.0
 
 
-def test_who_asks_for_the_newest_metrics_gets_those_of_the_step():
+def test_newest_metrics_are_those_of_the_step():
     class Asks:
         def __init__(self):
             self.seen = []
@@ -481,7 +481,7 @@ def test_who_asks_for_the_newest_metrics_gets_those_of_the_step():
     assert lines.lines[:2] == [
         (4, {"loss_step": 3.0}),
         (6, {"loss_step": 5.0}),
-    ]  # asking reports nothing
+    ]  # reading reports nothing
     assert one.callback_metrics["loss"].item() == one.logged_metrics["loss_epoch"].item() == 2.5
 
 
@@ -519,7 +519,7 @@ def test_a_running_total_that_is_changed_in_place(far, on, on_epoch):
 
 
 def test_a_step_logs_the_value_that_it_had_then(far):
-    """What is changed after ``self.log`` and before the flush is not what was logged."""
+    """A change of the tensor between ``self.log`` and the flush does not count."""
     for on in (torch.Tensor, far):
         total = on(torch.zeros(()))
 

@@ -1,4 +1,4 @@
-"""What a module was made with is known without its author's doing, and stands in the plan."""
+"""The arguments of a module are its hyperparameters, without a call, and are in the plan."""
 
 import copy
 import gc
@@ -29,7 +29,7 @@ def test_arguments_with_their_defaults_by_name():
     assert module.hparams.hidden == module.hparams["hidden"] == 3
 
 
-def test_an_object_is_kept_only_where_asked_for():
+def test_an_object_is_kept_only_on_request():
     with pytest.raises(
         AttributeError, match=r"no 'act'; it has hidden, lr, .*self.save_hyperparameters\(\)"
     ):
@@ -85,7 +85,7 @@ def test_a_dict_or_a_namespace_is_kept_in_place_of_arguments(given):
     for wrong in (3, ["lr"], None):
         with pytest.raises(
             ValueError,
-            match=rf"Takes.save_hyperparameters was given {type(wrong).__name__}. Fix: names of arguments, or one",
+            match=rf"Takes.save_hyperparameters was given {type(wrong).__name__}. Fix: names of",
         ):
             Takes(wrong)
 
@@ -127,7 +127,7 @@ class Closed(Parent):
         super().__init__(hidden=2 * width)
 
 
-def test_defaults_of_parents_are_among_what_a_child_takes_by_kwargs():
+def test_defaults_of_parents_are_among_the_arguments_of_a_child_with_kwargs():
     assert Saving().hparams == {"width": 8, "hidden": 3, "lr": 0.1, "act": nn.ReLU}
     assert Saving(lr=0.5, extra=1).hparams == {
         "width": 8,
@@ -170,13 +170,13 @@ def test_wrong_arguments_are_the_constructors_own_error():
 @pytest.mark.parametrize(
     "again", [copy.deepcopy, copy.copy, lambda module: pickle.loads(pickle.dumps(module))]
 )
-def test_copies_have_them_too_and_what_does_not_pickle_is_not_in_them(again):
+def test_copies_have_them_too_but_not_those_that_do_not_pickle(again):
     module = again(Made(3, act=lambda x: x))
     assert module.hparams == {"hidden": 3, "lr": 0.1, "sizes": (1, 2), "net": None}
 
 
 def test_nothing_of_a_module_is_kept_when_it_has_gone():
-    gc.collect()  # modules of earlier tests may be garbage still
+    gc.collect()  # modules of earlier tests may not be collected yet
     before = len(hparams._MADE_WITH)
     module = Made(3, net=nn.Linear(1, 1))
     assert len(hparams._MADE_WITH) == before + 1

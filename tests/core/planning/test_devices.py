@@ -1,4 +1,4 @@
-"""The ``devices=`` grammar: every row of its table, and nothing but indices or a UsageError for anything else."""
+"""The ``devices=`` grammar: each row of its table; any other value is a UsageError."""
 
 import enum
 
@@ -10,7 +10,8 @@ from geartrain.planning.devices import parse_devices
 
 ACCEPTED = ("a number", "[0, 2]", '"2,"', '"auto"')
 
-#: What is typed -> indices with four devices visible, or the words of the error; the same on the cpu (``None``: no row).
+#: Value -> indices with four visible devices, or words of the error; the same on the cpu (``None``:
+#: no row).
 INDEXED = {
     "count": [(3, [0, 1, 2]), ("3", [0, 1, 2]), (1, [0]), (4, [0, 1, 2, 3])],
     "all": [
@@ -151,7 +152,7 @@ def test_indices_with_no_device_at_all():
 
 
 class NoTruth:
-    """Compares as NumPy's arrays do: to something that is neither true nor false."""
+    """Compares as NumPy's arrays: the result is neither true nor false."""
 
     def __eq__(self, other):
         return self
@@ -193,7 +194,7 @@ anything = st.one_of(
 
 
 def outcome(value, **kind):
-    """Indices, or ``None`` for a UsageError; anything else that is raised fails the test."""
+    """Return indices, or ``None`` for a UsageError; any other exception fails the test."""
     try:
         return parse_devices(value, **kind)
     except UsageError:
@@ -238,7 +239,7 @@ def test_any_value_gives_processes_counted_from_zero_or_a_usage_error_on_the_cpu
     st.sampled_from([", ", ",", " , "]),
     st.sampled_from(["", ","]),
 )
-def test_a_string_means_what_its_list_means(indices, comma, end):
+def test_a_string_means_the_same_as_its_list(indices, comma, end):
     text = comma.join(map(str, indices)) + (end if len(indices) > 1 else ",")
     assert parse_devices(text, accelerator="cuda", available=8) == indices
     assert parse_devices(indices, accelerator="cuda", available=8) == indices

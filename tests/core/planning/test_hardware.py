@@ -1,4 +1,4 @@
-"""What can be seen of this machine's hardware without a driver's library."""
+"""The hardware that is visible without a driver's library."""
 
 import platform
 import subprocess
@@ -11,7 +11,7 @@ from geartrain.planning import hardware
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """``machine(gpus=2)``: a machine on which files and the platform say so."""
+    """``machine(gpus=2)`` imitates the files and the platform of a machine."""
 
     def make(system="linux", arch="x86_64", gpus=None, wsl=False, nvml=False):
         monkeypatch.setattr(sys, "platform", system)
@@ -47,12 +47,15 @@ def machine(monkeypatch, tmp_path):
         ({"system": "linux", "arch": "arm64"}, {}),
     ],
 )
-def test_what_is_visible(machine, facts, seen):
+def test_visible_hardware(machine, facts, seen):
     machine(**facts)
     assert hardware.visible() == seen
 
 
 def test_looking_loads_neither_torch_nor_a_driver():
-    code = "import sys, geartrain.planning.hardware as h; h.visible(); assert not {'torch', 'pynvml', 'ctypes'} & set(sys.modules)"
+    code = (
+        "import sys, geartrain.planning.hardware as h; h.visible(); "
+        "assert not {'torch', 'pynvml', 'ctypes'} & set(sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -24,7 +24,7 @@ class {name}:
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """Writes a file into an empty folder; what is imported from there is forgotten after the test."""
+    """Return a function that writes a file; modules from its folder are removed after the test."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     before = set(sys.modules)
 
@@ -56,7 +56,7 @@ def refused(spec, *words):
         ("py", False),
     ],
 )
-def test_a_file_is_told_from_a_name(name, file):
+def test_a_file_is_distinguished_from_a_name(name, file):
     assert is_file(name) is file
 
 
@@ -74,7 +74,8 @@ def test_module_of_marked_functions_is_the_plugin_itself(write):
 
 def test_class_whose_hookimpls_are_all_static_is_a_plugin(write):
     path = write(
-        "from geartrain import hookimpl\nclass Mine:\n    @staticmethod\n    @hookimpl\n    def on_step_end(run): ...\n"
+        "from geartrain import hookimpl\nclass Mine:\n"
+        "    @staticmethod\n    @hookimpl\n    def on_step_end(run): ...\n"
     )
     assert file_plugin(str(path))[1].__name__ == "Mine"
 
@@ -128,7 +129,7 @@ def test_file_that_raises_names_file_and_cause_and_leaves_nothing_behind(write, 
     assert file_plugin(str(path))[0] == "my_hooks_file"
 
 
-def test_file_may_import_what_lies_beside_it(write):
+def test_file_may_import_modules_in_its_folder(write):
     write("answer = 42", "my_hooks_helper.py")
     assert load_file(write("from my_hooks_helper import answer")).answer == 42
 

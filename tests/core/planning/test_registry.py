@@ -1,4 +1,4 @@
-"""Installed plugins: their states, which one a name selects, and how a broken or blocked one affects the others."""
+"""Installed plugins: their states, names, and the effect of broken and blocked ones."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ def found(registry, name):
     return candidate
 
 
-# --- what is installed ----------------------------------------------------------------------------
+# --- installed plugins ----------------------------------------------------------------------------
 
 
 def test_core_declares_its_own_as_any_plugin_would(dists):
@@ -41,7 +41,7 @@ def test_core_declares_its_own_as_any_plugin_would(dists):
     assert [c.name for c in registry.of("plugin")] == ["progress_lines"]
 
 
-def test_metadata_tells_name_kind_distribution_and_version(dists):
+def test_metadata_has_name_kind_distribution_and_version(dists):
     dists.add(
         "acme-loggers",
         version="3.1",
@@ -74,7 +74,7 @@ def test_listing_and_choosing_import_nothing_else(dists):
 
 
 def test_metadata_is_read_once(monkeypatch):
-    """It takes milliseconds for some hundred distributions, and every Trainer does it."""
+    """A scan of some hundred distributions takes milliseconds, and every Trainer needs it."""
     scans, read = [], []
     real, dist = (
         geartrain.planning.registry.entry_points,
@@ -110,7 +110,7 @@ def test_metadata_is_read_again_only_after_something_was_installed(dists, monkey
     dists.strategy("rumour")
     assert found(Registry(), "rumour").state == "available"
     assert len(scans) == 2
-    # As pip does, into a folder that is on the path already.
+    # pip installs into a folder that is on the path already.
     info = next(
         folder
         for path in sys.path
@@ -160,7 +160,7 @@ def test_known_but_not_installed_answers_with_the_install_line(dists, kind, name
         )
 
 
-def test_install_lines_name_the_distributions_of_this_house():
+def test_install_lines_name_geartrains_own_distributions():
     lines = {
         ("strategy", "ddp"): "ddp",
         ("strategy", "ddp_spawn"): "spawn",
@@ -184,7 +184,7 @@ def test_install_lines_name_the_distributions_of_this_house():
         ("strategy", "tpu_spawn"),
     ],
 )
-def test_what_nobody_ships_gets_no_install_line(dists, kind, name):
+def test_a_name_that_no_distribution_provides_gets_no_install_line(dists, kind, name):
     assert (kind, name) in NOT_SHIPPED
     for typed in (name, name.upper()):
         message = refused(
@@ -193,7 +193,7 @@ def test_what_nobody_ships_gets_no_install_line(dists, kind, name):
         assert "pip install" not in message
 
 
-def test_distribution_may_provide_what_geartrain_does_not(dists):
+def test_distribution_may_provide_a_name_that_geartrain_does_not(dists):
     dists.add("acme-deepspeed", "class D: ...", strategies={"deepspeed": "D"})
     assert Registry().select("strategy", "deepspeed").info.distribution == "acme-deepspeed"
 
@@ -202,11 +202,11 @@ def test_distribution_may_provide_what_geartrain_does_not(dists):
     ("asked", "name", "other"),
     [("strategy", "cpu", "accelerator"), ("accelerator", "Single", "strategy")],
 )
-def test_name_of_the_other_kind_says_which(dists, asked, name, other):
+def test_name_of_another_kind_is_an_error_that_names_the_kind(dists, asked, name, other):
     refused(asked, name, f"--{other} {name.lower()}")
 
 
-def test_name_of_the_other_kind_is_told_where_it_is_not_installed(dists):
+def test_name_of_another_kind_that_is_not_installed_is_an_error_that_names_the_kind(dists):
     refused("strategy", "cuda", "'cuda'", "accelerator")
 
 
@@ -322,7 +322,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("how", BROKEN)
-def test_broken_plugin_that_was_chosen_says_what_and_whose(dists, how):
+def test_broken_plugin_that_was_selected_is_an_error_with_its_label(dists, how):
     source, entry, words = BROKEN[how]
     dists.add("acme-broken", source, strategies={"broken": entry.format(module="fake_acme_broken")})
     registry = Registry()
@@ -479,7 +479,7 @@ def test_option_that_is_unknown_or_missing(options, words):
     assert words in str(caught.value)
 
 
-def test_error_of_the_plugins_own_init_comes_as_it_is():
+def test_error_of_the_plugins_own_init_is_not_changed():
     class Fails:
         def __init__(self):
             raise TypeError("mine")

@@ -1,4 +1,4 @@
-"""ModelCheckpoint on two ranks: both name and read the same file, also where they would not agree."""
+"""ModelCheckpoint on two ranks: both use the same file, also if their metrics differ."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def fit(module, *plugins, epochs=3, **options):
 
 
 def states(strategy):
-    """Each rank's ModelCheckpoint's state."""
+    """Return the state of each rank's ModelCheckpoint."""
     return [run.trainer.checkpoint_callback.state_dict() for run in strategy.runs]
 
 
@@ -59,7 +59,7 @@ def seven():
 
 
 def test_both_ranks_name_rank_0s_best(tmp_path):
-    """Rank 1 by itself would have taken the first epoch with "min" and the last with "max"."""
+    """Rank 1 alone would have selected the first epoch with "min" and the last with "max"."""
     _, strategy = fit(
         Own(), ModelCheckpoint("metric", dirpath="own", filename="{epoch}", save_last=True)
     )
@@ -110,7 +110,7 @@ def test_where_the_best_is_not_the_last_both_ranks_test_it(tmp_path):
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_checkpoint_is_whole_on_every_rank_when_plugins_hear_of_it(first):
-    """Also on a rank that comes there before rank 0 has written."""
+    """Also on a rank that gets there before rank 0 has written."""
     heard = [], []
 
     class Hears:

@@ -23,7 +23,7 @@ class Gathers(Net):
 
 @pytest.mark.parametrize(("n", "size", "rounds"), [(103, 5, 6), (103, 1, 26), (3, 2, 1)])
 def test_metrics_of_four_ranks_are_those_of_one_and_unequal_batches_do_not_hang(n, size, rounds):
-    """103 samples are 6 batches of 5 on one rank and 5 and a part on others; 3 samples leave a rank with none."""
+    """103 samples are 6 batches of 5 on one rank and fewer on others; with 3, a rank has none."""
     expected = one_trainer().validate(Net(norm=True), DataLoader(samples(n), batch_size=7))[0]
     assert expected["samples"] == n
     trainer, strategy = on_threads(4)
@@ -34,7 +34,7 @@ def test_metrics_of_four_ranks_are_those_of_one_and_unequal_batches_do_not_hang(
 
 
 class Uneven(IterableDataset):
-    """Rank 0 has 5 batches of 2 and rank 1 has 3; neither can tell."""
+    """Rank 0 has 5 batches of 2 and rank 1 has 3; neither loader has a length."""
 
     def __init__(self, module):
         self.module = module
@@ -110,7 +110,7 @@ def test_training_loaders_of_different_lengths_are_refused():
 
 
 class Sees(Net):
-    """Keeps the numbers that it trained on, epoch by epoch."""
+    """Records the numbers that it trained on in each epoch."""
 
     def __init__(self, loader):
         super().__init__()
@@ -134,7 +134,7 @@ def test_ranks_share_each_epoch_in_an_order_of_its_own(seed):
     assert first[0] != first[1]
 
 
-def test_nothing_is_sharded_where_it_is_turned_off():
+def test_nothing_is_sharded_if_sharding_is_turned_off():
     trainer, strategy = on_threads(use_distributed_sampler=False)
     trainer.fit(Sees(DataLoader(range(6), batch_size=3)))
     assert [run.module.seen[0] for run in strategy.runs] == [list(range(6))] * 2

@@ -16,7 +16,7 @@ def metrics_of(strategy):
 
 
 def validated(module, n, batch_size=2, ranks=2):
-    """What each rank has after a validation of ``n`` samples."""
+    """Return each rank's metrics after a validation of ``n`` samples."""
     trainer, strategy = on_threads(ranks)
     trainer.validate(module, DataLoader(samples(n), batch_size=batch_size))
     return metrics_of(strategy)
@@ -55,7 +55,7 @@ def test_metrics_over_ranks_with_unequal_batches():
 
 
 class Numbered(Net):
-    """Logs the batch's number, on rank 1 two more; and one that rises on rank 0 and falls on rank 1, which a scheduler judges."""
+    """Logs the batch's number (plus 2 on rank 1), and a scheduler's metric, rising on rank 0."""
 
     def training_step(self, batch, batch_idx):
         self.log("synced", float(batch_idx + 2 * self.global_rank), sync_dist=True)
@@ -85,7 +85,7 @@ def test_between_flushes_a_rank_may_ask_alone_and_all_together():
 
     trainer, strategy = on_threads(plugins=[Asks()], max_epochs=1, log_every_n_steps=50)
     trainer.fit(Numbered(), DataLoader(samples(16), batch_size=2))
-    # Rank 0 asks alone after steps 2 and 4, rank 1 after steps 1 and 3; together they read means.
+    # Rank 0 reads alone after steps 2 and 4, rank 1 after steps 1 and 3; together they read means.
     assert seen == ([1.0, 1.0, 2.0, 3.0, 3.0, 4.0], [2.0, 1.0, 2.0, 4.0, 3.0, 4.0])
     first, second = (run.optimizers[0].param_groups[0]["lr"] for run in strategy.runs)
     assert first == second == 1e-3 * 0.5**3  # rank 0's rises; rank 1's falls
@@ -155,7 +155,7 @@ class Many(Net):
 
 
 class Counts:
-    """How many numbers each log_sync had, and how many of them there were from a step's end to the next step."""
+    """Records the numbers in each log_sync, and the calls between two steps."""
 
     def __init__(self):
         self.calls, self.of_flush, self.open = [], [], False
@@ -206,7 +206,7 @@ def test_different_metrics_on_ranks_are_an_error_that_names_key_and_ranks(rank):
     trainer, _ = on_threads()
     with pytest.raises(
         gt.TrainingError,
-        match="ranks 0 and 1 logged different metrics with sync_dist: 'here_only' is not the same on both",
+        match="ranks 0 and 1 logged different metrics with sync_dist: 'here_only' is not the same",
     ):
         trainer.fit(Differs(), DataLoader(samples(8), batch_size=4))
 
@@ -227,7 +227,7 @@ def test_should_stop_on_one_rank_stops_all_in_the_same_step():
 
 
 def on_each(function, ranks=2):
-    """What ``function(module)`` returns in a test step of each rank."""
+    """Return the results of ``function(module)`` in a test step of each rank."""
     found = {}
 
     class Calls(Net):
@@ -293,7 +293,7 @@ def test_all_gather_of_what_does_not_fit_is_an_error_on_every_rank(make, message
 
 
 def test_what_is_gathered_is_each_ranks_own():
-    """A rank that changes what it got, or what it gave, changes nothing for another."""
+    """A rank's changes of its input or its result do not change those of another."""
 
     def gather(module):
         mine = torch.ones(2)
@@ -321,7 +321,7 @@ def test_broadcast_and_barrier():
     assert on_each(tell) == [([{"from": 0}, {"from": 1}], None)] * 2
 
 
-# --- what the ends of epochs gather ---------------------------------------------------------------
+# --- outputs at the end of an epoch ---------------------------------------------------------------
 
 
 class Gathers(Net):

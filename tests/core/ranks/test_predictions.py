@@ -25,7 +25,7 @@ def same(a, b):
 
 
 def predicted(loaders, form=None, **options):
-    """What predict returns on each of two ranks."""
+    """Return the results of predict on each of two ranks."""
     trainer, strategy = on_threads(**options)
     trainer.predict(Doubles(form), loaders)
     return strategy.results

@@ -1,4 +1,4 @@
-"""A run of two ranks that resumes: bit for bit what it would have been, each rank with its own state, also in a world of another size."""
+"""Two ranks that resume: bit for bit as without a stop; and in a world of another size."""
 
 import warnings
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ class Own(Net):
 
 
 class Keeps:
-    """Its state is another one on each rank."""
+    """Its state differs between ranks."""
 
     def __init__(self):
         self.seen = []
@@ -52,7 +52,7 @@ def loader(**options):
 
 
 def go(folder, epochs, path=None, ranks=2, plugins=(), workers=(), **options):
-    """Train, and save every second step; what each rank has at the end."""
+    """Train, and save every second step; return each rank's state at the end."""
     random = {}
 
     class Draws:
@@ -124,7 +124,7 @@ def assert_same_end(a, b):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The folder of a run of two ranks, and what they had at its end."""
+    """Return the folder of a run of two ranks, and their state at its end."""
     folder = tmp_path_factory.mktemp("whole")
     return folder, go(folder, 3)
 
@@ -137,14 +137,14 @@ def test_the_rest_is_what_it_would_have_been(whole, path, tmp_path):
     found = go(tmp_path, 3, path if path == "last" else folder / path)
     for a, b in zip(expected, found, strict=True):
         assert_same_end(a, b)
-        assert b.files == found[0].files  # what rank 0 found, of which each file knows the identity
+        assert b.files == found[0].files  # rank 0's best value, with the identity of each file
         assert b.files["identity"]
     lines = found[0].lines
     assert lines
     assert expected[0].lines[-len(lines) :] == lines
 
 
-def test_the_rest_with_persistent_workers_is_what_it_would_have_been(tmp_path):
+def test_a_resumed_run_with_persistent_workers_is_as_without_a_stop(tmp_path):
     workers = {"num_workers": 1, "persistent_workers": True}
     expected = go(tmp_path / "whole", 2, workers=workers)
     go(tmp_path / "two", 1, workers=workers)
@@ -156,7 +156,7 @@ def test_the_rest_with_persistent_workers_is_what_it_would_have_been(tmp_path):
     ("options", "path"),
     [({"precision": "16-mixed"}, "steps/step=4.ckpt"), ({"seed": None}, "steps/step=2.ckpt")],
 )
-def test_the_rest_is_what_it_would_have_been_with(options, path, tmp_path):
+def test_a_resumed_run_is_as_without_a_stop_with(options, path, tmp_path):
     torch.manual_seed(1)  # without a seed, each rank begins with the caller's generators
     expected = go(tmp_path / "whole", 2, **options)
     for a, b in zip(
@@ -174,7 +174,7 @@ def test_each_rank_has_its_own_state(whole):
     assert not torch.equal(
         state["ranks"][0]["random"]["torch"], state["ranks"][1]["random"]["torch"]
     )
-    # What is the same on all ranks stands there once.
+    # State that is the same on all ranks is saved once.
     assert "model_checkpoint" in state["parts"]
     assert "model_checkpoint" not in state["ranks"][1]["parts"]
 
@@ -199,10 +199,10 @@ def test_what_is_refused_is_refused_on_every_rank_alike(whole, first, tmp_path):
 def test_one_became_two(tmp_path):
     one_trainer(seed=5, output=tmp_path / "one").fit(Own(), loader(shuffle=True))
     first, second = go(tmp_path / "two", 3, tmp_path / "one" / "last.ckpt")
-    (told,) = first.told  # rank 0 alone says so
+    (told,) = first.told  # only rank 0 warns
     assert (
-        "no saved state for Keeps, which starts from scratch; no saved state for geartrain-callbacks[model_checkpoint]"
-        in told
+        "no saved state for Keeps, which starts from scratch; "
+        "no saved state for geartrain-callbacks[model_checkpoint]" in told
     )
     assert equal(first.weights, second.weights)
     for rank, found in enumerate((first, second)):  # 11 steps of the one, then twice 3 of the two
@@ -218,7 +218,7 @@ def test_two_became_three(whole, tmp_path):
     assert all(equal(found[0].weights, one.weights) for one in found)
     (told,) = found[0].told
     assert (
-        "no saved state for Keeps (it has one for each of 2 ranks, not 3), which starts from scratch"
+        "no saved state for Keeps (it has one for each of 2 ranks, not 3), which starts from"
         in told
     )
 
@@ -241,7 +241,7 @@ def test_two_became_one(whole):
     one = one_trainer(max_epochs=4, plugins=[keeps])
     with pytest.warns(
         UserWarning,
-        match=r"no saved state for Keeps \(it has one for each of 2 ranks, not 1\), which starts from scratch",
+        match=r"no saved state for Keeps \(it has one for each of 2 ranks, not 1\), which",
     ):
         one.fit(Looks(), loader(), ckpt_path=folder / "run" / "last.ckpt")
     assert keeps.seen == list(range(10, 21))

@@ -1,4 +1,4 @@
-"""What ranks must agree on to train. That they train as one process does, the conformance kit says: tests/testing/test_thread_ranks.py."""
+"""Ranks must agree to train. tests/testing/test_thread_ranks.py compares them with one process."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ import geartrain as gt
 
 
 class Apart(Net):
-    """Ranks start a stage with other weights, and keep their buffers at each validation."""
+    """Starts with other weights on each rank, and records its buffers at each validation."""
 
     def __init__(self, stage):
         super().__init__(norm=True)
@@ -29,7 +29,7 @@ class Apart(Net):
 
 
 def test_fit_validate_test_and_fit_again():
-    """Ranks that start apart end with the same weights, and BatchNorm's buffers are equal in every validation and at the end."""
+    """Ranks start with other weights, and end with the same ones and the same buffers."""
     val = DataLoader(samples(24), batch_size=3)
     trainer, strategy = on_threads(max_epochs=2, num_sanity_val_steps=1)
     module = Apart("fit")
@@ -90,7 +90,7 @@ def test_ranks_with_different_models_are_refused_and_told_what_differs():
 
 
 def test_lbfgs_takes_the_mean_of_the_ranks_losses():
-    """Its line search goes by the loss: each rank's own would lead it elsewhere."""
+    """Its line search uses the loss: with each rank's own, ranks would diverge."""
 
     class Searches(Net):
         def configure_optimizers(self):
@@ -109,7 +109,7 @@ def test_lbfgs_takes_the_mean_of_the_ranks_losses():
 
 # --- precision ------------------------------------------------------------------------------------
 
-#: precision -> by how much two ranks may differ from one process: halves of a batch are summed in another order, in that format.
+#: precision -> the allowed difference between two ranks and one process, which add in other order.
 TOLERANCES = {"64-true": 1e-12, "bf16-true": 0.05, "16-mixed": 2e-3, "bf16-mixed": 2e-2}
 
 
