@@ -73,7 +73,7 @@ def set_random_state(device: torch.device, state: dict[str, Any]) -> None:
 
 @contextmanager
 def determinism(mode: bool | str) -> Iterator[None]:
-    """Ask torch for deterministic algorithms in the block; ``"warn"`` only warns if one lacks.
+    """Ask torch for deterministic algorithms in the block; with ``"warn"`` it only warns of others.
 
     Source: https://docs.pytorch.org/docs/stable/notes/randomness.html
     """

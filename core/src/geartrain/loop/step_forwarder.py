@@ -39,7 +39,7 @@ NOT_CALLED_OF_DATA = _ON_LOADERS | {
 
 
 class StepForwarder(nn.Module):
-    """The module that a strategy wraps: ``forward("training_step", batch, batch_idx)`` calls it.
+    """The module that a strategy wraps. ``forward(name, batch, batch_idx)`` calls a step method.
 
     Training must call the wrapper's ``forward``, in which DDP prepares its reducer. A direct call
     of ``module.training_step`` raises no error, but ranks would get different weights. This class

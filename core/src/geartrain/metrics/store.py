@@ -318,7 +318,7 @@ class MetricStore:
     def _values(
         self, shares: Mapping[str, LocalMetric]
     ) -> tuple[dict[str, float], dict[str, MetricOptions], bool]:
-        """Return values, the options of those with ``sync_dist`` on any rank, and if to stop."""
+        """Return values, the options of those with ``sync_dist``, and True if a rank must stop."""
         mine = {name: share for name, share in shares.items() if share.spec.sync_dist}
         synced, specs, stop = self._run.ranks.reduce(self._run, mine)
         values = {n: synced[n] if n in mine else share.value(n) for n, share in shares.items()}
