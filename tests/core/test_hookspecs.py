@@ -80,7 +80,7 @@ def test_arguments_and_results_have_types(name):
 
 
 @pytest.mark.parametrize("name", SINGLE)
-def test_single_hook_says_its_default_and_has_one(name):
+def test_single_hook_documents_its_default_and_has_one(name):
     assert section(name, "Default")
     assert hasattr(inspect.getattr_static(Defaults, name, None), "geartrain_impl") or hasattr(
         getattr(Defaults, name), "geartrain_impl"

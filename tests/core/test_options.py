@@ -60,7 +60,7 @@ def test_the_trainers_signature_repeats_options_and_arguments():
         ("check_val_every_n_epoch", 1),
     ],
 )
-def test_whole_numbers_have_a_least(name, least):
+def test_whole_numbers_have_a_minimum(name, least):
     assert getattr(options(**{name: least}), name) == least
     for value in (least - 1, -100, 1.5, 1.0, "2", True, math.nan):
         refused(name, repr(value), "whole number", f"at least {least}", **{name: value})

@@ -76,7 +76,7 @@ def test_the_plan_has_the_batch_size_of_a_loader_that_the_module_made(tmp_path):
         assert one.plan.global_batch == 2 * size
 
 
-def test_a_run_leaves_plan_metrics_summary_and_checkpoint(tmp_path):
+def test_a_run_writes_plan_metrics_summary_and_checkpoint(tmp_path):
     folder = tmp_path / "new" / "run"
     one = fit(Logs(), val=loader(), output=str(folder), max_epochs=2, log_every_n_steps=4)
     assert sorted(path.name for path in folder.iterdir()) == [

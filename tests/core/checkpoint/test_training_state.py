@@ -166,7 +166,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_rest_is_what_it_would_have_been(tmp_path, case):
+def test_a_resumed_run_is_as_without_a_stop(tmp_path, case):
     made, options = CASES[case]
     whole, lines = train(tmp_path / "whole", module=partial(Random, **made), **options)
     after = torch.get_rng_state()
@@ -508,7 +508,7 @@ class Replaces:
         return other
 
 
-def test_an_optimizer_that_a_strategy_puts_in_place_gets_the_state_and_its_scheduler_still_moves_it(
+def test_an_optimizer_of_a_strategy_gets_the_state_and_its_scheduler_still_changes_it(
     tmp_path,
 ):
     made = {"scheduler": StepLR}
@@ -1031,7 +1031,7 @@ def bytes_in(folder):
     return {name: (folder / name).read_bytes() for name in names_in(folder)}
 
 
-def test_another_folder_leaves_the_files_of_the_one_it_comes_from(tmp_path):
+def test_a_run_in_another_folder_leaves_the_files_of_the_first_one(tmp_path):
     best_of(tmp_path / "a", 2)
     before = bytes_in(tmp_path / "a")
     with pytest.warns(

@@ -146,7 +146,7 @@ def test_objects_that_can_be_moved_are():
 
 
 @pytest.mark.parametrize("thing", ["text", b"bytes", 3, None, {1, 2}, Item, range(3)])
-def test_what_has_no_tensor_stays_itself(thing):
+def test_an_object_without_tensors_is_not_changed(thing):
     assert move(thing, META) is thing
     assert map_tensors(thing, torch.neg) is thing
 
@@ -244,7 +244,7 @@ def test_size_of_a_batch_that_the_dataset_makes_itself():
     assert sizes(range(2), lambda n: torch.zeros(16, 2), batch_size=1) == ([16, 16], 0)
 
 
-def test_size_of_a_batch_of_a_loader_that_does_not_know():
+def test_size_of_a_batch_of_a_loader_without_a_batch_size():
     assert sizes(Stream([torch.zeros(5, 2), torch.zeros(2, 2)])) == ([5, 2], 0)
     assert sizes(Stream([(torch.zeros(5, 2), torch.zeros(5))])) == ([5], 0)
     assert sizes(Stream([Graphs(9, told=2)])) == ([2], 0)
@@ -455,7 +455,7 @@ def test_a_list_of_loaders_and_a_list_of_batches(given, loaders):
 
 
 @pytest.mark.parametrize("stage", METHODS)
-def test_what_cannot_be_iterated_is_refused(stage):
+def test_data_that_cannot_be_iterated_is_refused(stage):
     with pytest.raises(UsageError, match=f"loader to {stage} is 3"):
         DataSource({stage: 3}).loaders(stage, gt.Module())
 
@@ -486,7 +486,7 @@ class Frame:
         ([loader(), torch.ones(2)], "holds Tensor in place of loaders"),
     ],
 )
-def test_what_holds_no_loaders_is_refused_before_anything_starts(command, data, words):
+def test_data_without_loaders_is_refused_before_anything_starts(command, data, words):
     one = trainer(
         plugins=[
             type("Launches", (), {"launch": hookimpl(wrapper=True)(lambda self: (yield 1 / 0))})()

@@ -50,7 +50,7 @@ def test_the_run_starts_from_the_seed_whatever_was_drawn_before():
     assert_equal(trained(0), trained(7))
 
 
-def test_without_a_seed_the_generators_are_left_alone():
+def test_without_a_seed_the_generators_are_not_changed():
     torch.manual_seed(9)
     expected = torch.rand(3)
     torch.manual_seed(9)

@@ -126,7 +126,7 @@ def test_a_full_disk_leaves_no_part_of_the_appended_data(tmp_path):
     assert path.read_bytes() == b"one\ntwo\nfour\n"
 
 
-def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
+def test_only_the_files_of_killed_processes_are_removed(tmp_path):
     others = [
         "last.ckpt",
         ".last.ckpt",

@@ -54,7 +54,7 @@ def test_a_url_is_refused_by_its_option(url):
         ("~nobody-of-this-name/x", "no such user"),
     ],
 )
-def test_what_is_no_path(given, words):
+def test_values_that_are_no_path(given, words):
     with pytest.raises(UsageError, match=f"output=.*{words}"):
         user_path(given, "output")
 
@@ -93,7 +93,7 @@ def test_a_url_is_refused_before_anything_is_written(what, capsys):
         GIVEN[what]("s3://bucket/run")
 
 
-def test_what_the_command_line_reads_is_found_in_the_home_folder(home, capsys):
+def test_files_of_the_command_line_are_found_in_the_home_folder(home, capsys):
     own = """
 from geartrain import Module
 

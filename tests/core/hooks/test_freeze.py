@@ -155,7 +155,7 @@ def test_blame_names_the_heir_that_raised():
         assert "One" in note
 
 
-def test_blame_says_nothing_of_core_and_of_the_users_own_code():
+def test_blame_adds_no_note_for_core_and_for_the_users_own_code():
     hooks = hooks_of(part(Fails(), "core", "folder"))
     assert blamed(hooks, lambda: hooks.on_step_end(run=None)) == []
 

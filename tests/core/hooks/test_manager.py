@@ -50,7 +50,7 @@ def test_hook_without_implementations_has_no_owner():
     assert hooks_of().owner("on_step_end") is None
 
 
-def test_owner_that_returns_none_is_not_asked_around():
+def test_no_other_part_is_called_if_the_owner_returns_none():
     hooks = hooks_of(strategy(owns(None, "forward")), accelerator(owns("chip", "forward")))
     assert hooks.forward(run=ALONE, method="predict_step", args=()) is None
 
@@ -161,7 +161,7 @@ def test_wrapper_that_loses_the_owners_value_is_named_before_another_trips_over_
         hooks.forward(run=ALONE, method="training_step", args=())
 
 
-def test_wrapper_may_hand_on_that_there_is_no_value():
+def test_wrapper_may_return_none_if_the_owner_does():
     hooks = hooks_of(strategy(owns(None, "forward")), Forgets())
     assert hooks.forward(run=ALONE, method="validation_step", args=()) is None
 

@@ -116,7 +116,7 @@ def on_step_end(self): ...
         ("forward", hookimpl(lambda self: None)),
     ],
 )
-def test_what_is_for_plugins_alone_on_a_callback(name, value):
+def test_attributes_for_plugins_only_on_a_callback(name, value):
     mine = type("Mine", (Callback,), {"on_fit_start": does, name: value})
     with pytest.raises(
         UsageError,
@@ -169,7 +169,7 @@ def test_the_error_names_the_plugin():
         hooks_of(part(mine(), distribution="acme"))
 
 
-def test_what_a_plugin_requires_is_not_read():
+def test_requires_of_a_plugin_is_not_read():
     mine = type("Mine", (), {"on_step_end": on_step_end, "requires": ("backward",)})
     with pytest.raises(
         UsageError,

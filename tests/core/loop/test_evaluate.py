@@ -210,7 +210,7 @@ def test_step_and_epoch_values_of_several_loaders_are_in_the_dict_of_theirs():
     assert [list(result.values()) for result in results] == [[4.0], [6.0]]
 
 
-def test_what_an_epoch_hook_logs_belongs_to_no_loader():
+def test_a_value_of_an_epoch_hook_belongs_to_no_loader():
     class Epoch(EvalNet):
         def on_validation_epoch_start(self):
             self.log("started", 1.0)

@@ -205,7 +205,7 @@ def test_two_optimizers_both_step():
     assert_equal(net, expected)
 
 
-def test_what_no_optimizer_has_stays():
+def test_parameters_without_an_optimizer_are_not_changed():
     net = Configured(lambda n: n.first)
     second, before = weights(net.layers[2]), weights(net.layers[0])
     fit(net)

@@ -317,7 +317,7 @@ def test_logger_and_prog_bar():
         (("x", 1.0), {"rank_zero_only": True, "sync_dist": True}, "rank_zero_only and sync_dist"),
     ],
 )
-def test_what_cannot_be_logged(arguments, options, words):
+def test_values_that_cannot_be_logged(arguments, options, words):
     with pytest.raises(TrainingError, match=words):
         fit(Logging(lambda self, batch, batch_idx: self.log(*arguments, **options)))
 
@@ -431,7 +431,7 @@ def test_a_value_that_would_be_reported_never_is_refused(options):
         fit(Logging(validate=lambda self, *_: self.log("x", 1.0, on_epoch=False)), val=loader(4))
 
 
-def test_a_metric_is_read_in_the_step_that_asks_for_it_and_no_other_is(far, tmp_path, monkeypatch):
+def test_only_the_monitored_metric_is_read_in_the_step(far, tmp_path, monkeypatch):
     """a is monitored at steps 3 and 6, b is not, and the last flush reads both."""
 
     class Count:

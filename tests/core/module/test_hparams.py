@@ -175,7 +175,7 @@ def test_copies_have_them_too_but_not_those_that_do_not_pickle(again):
     assert module.hparams == {"hidden": 3, "lr": 0.1, "sizes": (1, 2), "net": None}
 
 
-def test_nothing_of_a_module_is_kept_when_it_has_gone():
+def test_nothing_of_a_module_is_kept_after_its_end():
     gc.collect()  # modules of earlier tests may not be collected yet
     before = len(hparams._MADE_WITH)
     module = Made(3, net=nn.Linear(1, 1))

@@ -101,7 +101,7 @@ def test_functions_and_classes_together_need_a_name(write):
     assert file_plugin(f"{path}:One")[1].__name__ == "One"
 
 
-def test_file_without_hookimpls_says_how_to_mark_them(write):
+def test_file_without_hookimpls_is_an_error_with_the_fix(write):
     refused(write("def on_step_end(run): ..."), "nothing marked", "from geartrain import hookimpl")
 
 

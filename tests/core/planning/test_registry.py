@@ -280,7 +280,7 @@ def test_one_of_two_distributions_with_a_name_is_blocked(dists, monkeypatch, by)
     assert [c.state for c in registry.candidates if c.name == "gossip"] == ["blocked", "selected"]
 
 
-def test_a_strangers_name_counts_if_ours_is_blocked(dists):
+def test_another_distributions_name_counts_if_ours_is_blocked(dists):
     dists.add("acme", "class C: ...", accelerators={"cpu": "C"})
     assert Registry(["geartrain[cpu]"]).select("accelerator", "cpu").info.label == "acme[cpu]"
 
@@ -385,7 +385,7 @@ def probed(registry, name):
     return registry.probe(candidate), candidate.state, candidate.reason
 
 
-def test_probe_asks_an_accelerator_whether_it_can_serve_here(dists):
+def test_probe_asks_an_accelerator_if_it_can_be_used_here(dists):
     dists.accelerator("npu", unavailable="NPU: driver not loaded")
     dists.accelerator("gpu2", cls="Gpu")
     registry = Registry()

@@ -96,7 +96,7 @@ def test_both_ranks_read_the_best_and_the_last(tmp_path):
     assert found[0] == found[1]
 
 
-def test_where_the_best_is_not_the_last_both_ranks_test_it(tmp_path):
+def test_both_ranks_test_the_best_if_it_is_not_the_last(tmp_path):
     trainer, strategy = fit(
         Own(-1), ModelCheckpoint("metric", dirpath="own", filename="{epoch}", save_top_k=-1)
     )
@@ -109,7 +109,7 @@ def test_where_the_best_is_not_the_last_both_ranks_test_it(tmp_path):
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_checkpoint_is_whole_on_every_rank_when_plugins_hear_of_it(first):
+def test_a_checkpoint_is_whole_on_every_rank_in_on_checkpoint_saved(first):
     """Also on a rank that gets there before rank 0 has written."""
     heard = [], []
 
@@ -181,7 +181,7 @@ def test_by_steps_a_score_is_that_of_the_step_on_all_ranks(sync_dist, first):
         }
 
 
-def test_averaged_weights_are_tested_with_exactly_what_they_were_validated_with(tmp_path):
+def test_averaged_weights_are_tested_with_the_buffers_of_their_validation(tmp_path):
     """BatchNorm's statistics are not the same on both ranks."""
     averaged = ModelCheckpoint("val_loss", dirpath="averaged", save_top_k=-1)
     trainer, strategy = fit(Net(norm=True), averaged, EMA(0.7))

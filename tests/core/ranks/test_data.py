@@ -60,7 +60,7 @@ class Streams(Net):
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be sharded")
-def test_training_loaders_that_cannot_tell_their_length_end_together():
+def test_training_loaders_without_a_length_end_together():
     trainer, strategy = on_threads(max_epochs=2, limit_train_batches=10, limit_val_batches=0)
     with pytest.warns(
         UserWarning, match=r"the training loaders of ranks \[1\] have run out before the others'"
@@ -70,7 +70,7 @@ def test_training_loaders_that_cannot_tell_their_length_end_together():
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be sharded")
-def test_evaluation_loaders_that_cannot_tell_their_length_use_every_batch():
+def test_evaluation_loaders_without_a_length_use_every_batch():
     trainer, strategy = on_threads()
     trainer.validate(Streams())
     for run in strategy.runs:

@@ -71,7 +71,7 @@ class Numbered(Net):
         }
 
 
-def test_between_flushes_a_rank_may_ask_alone_and_all_together():
+def test_between_flushes_one_rank_or_all_may_read_metrics():
     seen = [], []
 
     class Asks:
@@ -98,7 +98,7 @@ def test_a_metric_of_one_ranks_part_is_warned_of():
         validated(Logs(), 3)
 
 
-def test_a_rank_without_samples_may_log_what_belongs_to_the_epochs_end():
+def test_a_rank_without_samples_may_log_at_the_end_of_the_epoch():
     class EndOnly(Net):
         def validation_step(self, batch, batch_idx):
             self.log("in_step", 5.0, sync_dist=True)
@@ -283,7 +283,7 @@ def test_all_gather_keeps_nesting_and_takes_unequal_lengths():
         (lambda rank: [torch.ones(2)] * (1 + rank), r"different numbers of tensors, \[1, 2\]"),
     ],
 )
-def test_all_gather_of_what_does_not_fit_is_an_error_on_every_rank(make, message):
+def test_all_gather_of_tensors_that_do_not_fit_is_an_error_on_every_rank(make, message):
     def gather(module):
         with pytest.raises(gt.TrainingError, match=message):
             module.all_gather(make(module.global_rank))
@@ -292,7 +292,7 @@ def test_all_gather_of_what_does_not_fit_is_an_error_on_every_rank(make, message
     assert on_each(gather) == [True, True]
 
 
-def test_what_is_gathered_is_each_ranks_own():
+def test_gathered_tensors_are_copies_for_each_rank():
     """A rank's changes of its input or its result do not change those of another."""
 
     def gather(module):

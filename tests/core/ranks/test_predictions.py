@@ -34,7 +34,7 @@ def predicted(loaders, form=None, **options):
 @pytest.mark.filterwarnings(
     "ignore:This process .* is multi-threaded, use of fork:DeprecationWarning"
 )
-def test_ranks_predict_what_one_process_predicts(monkeypatch):
+def test_ranks_predict_the_same_as_one_process(monkeypatch):
     monkeypatch.setattr(geartrain_parallel.predictions, "_CHUNK", 1)  # a chunk for each output
     strategies = []
 

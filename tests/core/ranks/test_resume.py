@@ -130,7 +130,7 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize("path", ["last", "steps/step=4.ckpt"])
-def test_the_rest_is_what_it_would_have_been(whole, path, tmp_path):
+def test_a_resumed_run_is_as_without_a_stop(whole, path, tmp_path):
     folder, expected = whole
     if path == "last":
         go(tmp_path, 1)
@@ -180,7 +180,7 @@ def test_each_rank_has_its_own_state(whole):
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_what_is_refused_is_refused_on_every_rank_alike(whole, first, tmp_path):
+def test_every_rank_refuses_the_same_checkpoints(whole, first, tmp_path):
     told = {}
 
     class Tells:

@@ -74,7 +74,7 @@ def test_none_as_a_loss_on_one_rank_is_an_error():
         trainer.fit(Skips(), DataLoader(samples(), batch_size=4))
 
 
-def test_ranks_with_different_models_are_refused_and_told_what_differs():
+def test_ranks_with_different_models_are_refused_with_the_difference():
     class Differs(Net):
         def setup(self, stage):
             if self.global_rank:
