@@ -469,6 +469,7 @@ class Trainer(RankProperties):
 
     @property
     def max_epochs(self) -> int:
+        """Epochs to train; -1 for no end."""
         return self.plan.options.max_epochs
 
     @property

@@ -161,4 +161,5 @@ class AppendedFile:
         self.size += len(data)
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()

@@ -32,8 +32,10 @@ if TYPE_CHECKING:
 class World:
     """The position of this process among the others. Ranks count from 0."""
 
+    #: Among all processes.
     rank: int = 0
     size: int = 1
+    #: Among the processes of this node.
     local_rank: int = 0
     local_size: int = 1
     node_rank: int = 0

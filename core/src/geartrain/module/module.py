@@ -98,10 +98,12 @@ class Module(MadeWith, nn.Module):
 
     @property
     def global_rank(self) -> int:
+        """The rank of this process among all, from 0."""
         return self._run.world.rank if self._run else 0
 
     @property
     def local_rank(self) -> int:
+        """The rank of this process on its node, from 0."""
         return self._run.world.local_rank if self._run else 0
 
     # --- methods for a step -----------------------------------------------------------------------

@@ -19,18 +19,22 @@ class RankProperties:
 
     @property
     def global_rank(self) -> int:
+        """The rank of this process among all, from 0."""
         place = self._run.world if self._run else self.cluster
         return place.rank if place else 0
 
     @property
     def local_rank(self) -> int:
+        """The rank of this process on its node, from 0."""
         place = self._run.world if self._run else self.cluster
         return place.local_rank if place else 0
 
     @property
     def world_size(self) -> int:
+        """The number of ranks on all nodes."""
         return self._run.world.size if self._run else self.plan.processes or 1
 
     @property
     def is_global_zero(self) -> bool:
+        """True on rank 0."""
         return self.global_rank == 0

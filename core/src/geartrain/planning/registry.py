@@ -47,6 +47,7 @@ class InstalledPlugin:
 
     @property
     def label(self) -> str:
+        """The name in errors: ``distribution[name]``."""
         return f"{self.distribution}[{self.name}]"
 
     @property
@@ -222,7 +223,15 @@ class Registry:
     def select(
         self, kind: str, name: str, options: Mapping[str, Any] | None = None, reason: str = ""
     ) -> LoadedPlugin:
-        """Find, import and make one plugin with its options."""
+        """Find, import and make one plugin.
+
+        Args:
+            options: for its ``__init__``.
+            reason: why it was selected, for the plan.
+
+        Raises:
+            UsageError: it cannot be found, imported or made with these options.
+        """
         candidate = self.find(kind, name)
         cls = self.load(candidate)
         try:
