@@ -80,8 +80,8 @@ def refuse_misspelt(
             is_own = meant is None or meant in space or _is_called(name, spaces)
             # If there is a hint, warn_of_others names the framework that would call it.
             if not is_own and not hint("method", name):
-                what = f"{whose}: its {name} would never be called"
-                raise UsageError(f"{what}. Did you mean {meant!r}? Fix: rename it")
+                what = f"would never be called. Did you mean {meant!r}?"
+                raise UsageError(f"{whose}: its {name} {what} Fix: rename it")
         elif (meant := nearly(name, values)) is not None and isinstance(value, _VALUES[meant]):
             what = f"{whose}: nothing reads its {name} = {value!r}"
             raise UsageError(f"{what}. Did you mean {meant!r}? Fix: rename it")
