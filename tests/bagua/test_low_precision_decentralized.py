@@ -134,7 +134,7 @@ def test_a_state_of_other_nodes_is_refused():
     saved, resumed = LowPrecisionDecentralized(), LowPrecisionDecentralized()
     saved.set_up(Context(run, buckets, None, one, node=one, leaders=one))
     resumed.load_state_dict(saved.state_dict())
-    message = "not in the ring of nodes, and was when .* Fix: the same nodes as in the run"
+    message = "not in the ring of nodes, and was when .* Fix: use the same nodes as in the run"
     with pytest.raises(UsageError, match=message):
         # Without leaders: this rank is not its node's first.
         resumed.set_up(Context(run, buckets, None, one, node=one))

@@ -118,4 +118,6 @@ def test_weights_in_other_buckets_are_refused(tmp_path):
     one = {"algorithm": "decentralized", "hierarchical": False}
     error = refused(tmp_path, one, {**one, "bucket_bytes": 100})
     assert "the checkpoint has each rank's weights in 1 buckets of" in error
-    assert "Fix: the same bucket_bytes and frozen parameters as in the run that saved it" in error
+    assert (
+        "Fix: use the same bucket_bytes and frozen parameters as in the run that saved it" in error
+    )

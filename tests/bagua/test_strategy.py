@@ -317,7 +317,7 @@ def test_an_optimizer_with_a_closure_is_refused_if_weights_differ_between_ranks(
     """The closure averages the loss over ranks, but ranks call it different numbers of times."""
     error = refused(Net(optimizer="lbfgs"), strategy={"algorithm": algorithm})
     assert "such as LBFGS" in error
-    assert "Fix: another optimizer" in error
+    assert "Fix: use another optimizer" in error
 
 
 def test_ddps_hook_for_buckets_is_refused(tmp_path):

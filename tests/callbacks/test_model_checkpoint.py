@@ -439,7 +439,7 @@ def test_a_save_that_fails_leaves_the_best_as_it_was(tmp_path):
 def test_a_folder_that_cannot_be_created_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        TrainingError, match=r"file/in/step=6\.ckpt could not be written: .*Fix: another output"
+        TrainingError, match=r"file/in/step=6\.ckpt could not be written: .*Fix: use another output"
     ):
         run_on(tmp_path / "file" / "in", [1.0])
 

@@ -124,7 +124,7 @@ def test_a_failed_run_exits_with_1(capsys):
     with pytest.raises(SystemExit) as end:
         gt.cli(NoGrad, argv=["--max-epochs", "1"])
     assert end.value.code == 1
-    assert "needs no grad" in capsys.readouterr().err
+    assert "requires_grad=False" in capsys.readouterr().err
 
 
 def test_a_script_takes_traceback_too(cli, capsys):

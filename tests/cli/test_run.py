@@ -152,7 +152,7 @@ def test_plugins_that_only_observe_change_no_weight(fit, weights):
 def test_a_folder_that_holds_a_run_is_not_overwritten(fit, refused, weights):
     fit("--seed 1 --output out")
     before = weights("out")
-    assert "holds a run already" in refused("fit net.py --seed 2 --output out")
+    assert "already contains a run" in refused("fit net.py --seed 2 --output out")
     assert same(weights("out"), before)
 
 
@@ -240,13 +240,13 @@ def test_an_error_of_a_plugin_names_the_plugin(command, write):
 @pytest.mark.parametrize(
     ("module", "data", "words"),
     [
-        ("", "    def train_dataloader(self): return []\n", ["loader to train is empty"]),
+        ("", "    def train_dataloader(self): return []\n", ["train loader is empty"]),
         ("", "    def train_dataloader(self): return iter(())\n", ["no batch"]),
         (
             "    def training_step(self, batch, batch_idx): return super().training_step(batch, "
             "batch_idx).detach()\n",
             "",
-            ["needs no grad"],
+            ["requires_grad=False"],
         ),
         (
             "    def training_step(self, batch, batch_idx): return 'low'\n",

@@ -301,7 +301,7 @@ def test_highest_priority_wins_and_names_break_ties(dists, priorities, best, say
         (
             "import absent_driver",
             "ModuleNotFoundError: No module named 'absent_driver'. "
-            "Fix: another version of geartrain-npu",
+            "Fix: use another version of geartrain-npu",
         ),
     ],
 )

@@ -689,7 +689,7 @@ def test_one_of_a_datamodule_that_is_none_is_refused():
         (
             "training_step",
             lambda self, dataloader_iter: None,
-            "takes 'dataloader_iter'.*Fix: a batch: def training_step",
+            "takes 'dataloader_iter'.*Fix: use a batch: def training_step",
         ),
         (
             "training_step",

@@ -504,7 +504,7 @@ def test_a_lack_of_pinned_memory_is_one_warning_and_batches_are_used_unpinned(gp
             raise RuntimeError(words)
 
     run, prefetcher = make_run(), Prefetcher(DEVICE, 1, True)
-    message = rf"cannot be pinned.*: {words.splitlines()[0]}\. Fix: more locked memory"
+    message = rf"cannot be pinned.*: {words.splitlines()[0]}\. Fix: allow more locked memory"
     batches = prefetcher.batches(run, [Full(gpu, 0), Full(gpu, 1)], "train")
     with pytest.warns(UserWarning, match=message):
         assert [step(gpu, batch) for batch in batches] == [0, 1]

@@ -199,7 +199,7 @@ def _run(block: Block, module: types.ModuleType, printed: str | None) -> str | N
         return None
     if block.language not in LANGUAGES:
         raise Wrong(
-            f"a block of {block.language!r} is not run. Fix: one of "
+            f"a block of {block.language!r} is not run. Fix: use one of "
             f"{', '.join(filter(None, LANGUAGES))}"
         )
     if block.file is not None:

@@ -620,7 +620,7 @@ def test_automatic_optimization_cannot_change_during_fit(value):
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
-        (lambda module, batch: module.loss(batch).detach(), "needs no grad"),
+        (lambda module, batch: module.loss(batch).detach(), "requires_grad=False"),
         (lambda module, batch: torch.stack([module.loss(batch)] * 2), "must be one number"),
         (lambda module, batch: 3.0, "a tensor, but got float"),
     ],

@@ -869,7 +869,7 @@ def test_the_folder_has_the_logged_metrics(tmp_path):
     assert [step for step, _ in lines.lines] == [0, 2, 70]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["steps"], summary["metrics"]["loss"]) == ("done", 2, 2.5)
-    with pytest.raises(UsageError, match="holds a run already"):
+    with pytest.raises(UsageError, match="already contains a run"):
         make(output=tmp_path / "run")
 
 

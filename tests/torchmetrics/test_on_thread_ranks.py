@@ -159,7 +159,7 @@ def test_a_rank_without_samples_must_find_the_object():
     trainer, _ = on_threads()
     with pytest.raises(
         gt.TrainingError,
-        match=r"self.log\('hidden'\): a rank without samples cannot find the metric. Fix: an "
+        match=r"self.log\('hidden'\): a rank without samples cannot find the metric. Fix: use an "
         r"attribute",
     ):
         trainer.validate(Hides(), DataLoader(samples(1)))

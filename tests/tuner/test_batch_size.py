@@ -340,7 +340,7 @@ BATCH_REFUSALS = [
         {},
         "there is no 'batch_size' to set on NoSize and Never. Fix: self.batch_size",
     ),
-    ({"data": Fixed()}, {}, r"Fixed\.batch_size cannot be set.*Fix: an attribute"),
+    ({"data": Fixed()}, {}, r"Fixed\.batch_size cannot be set.*Fix: use an attribute"),
     ({"batch_arg_name": "size"}, {}, "there is no 'size'"),
     ({}, {"fast_dev_run": True}, "fast_dev_run"),
     (

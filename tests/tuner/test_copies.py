@@ -208,7 +208,7 @@ def test_a_function_that_refers_to_the_module_is_refused(change, name, monkeypat
     change(module)
     with pytest.raises(
         UsageError,
-        match=rf"the function in {name} refers to the module itself. Fix: a method of the class",
+        match=rf"the function in {name} refers to the module itself. Fix: use a method of the",
     ):
         find(module)
     monkeypatch.setitem(globals(), "module_of_the_script", Net())

@@ -181,9 +181,9 @@ def test_without_output_nothing_is_written(tmp_path, monkeypatch):
 def test_a_folder_that_holds_a_run_is_refused(tmp_path):
     fit(output=tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(UsageError, match=r"holds a run already.*Fix: .*ckpt_path='last'"):
+    with pytest.raises(UsageError, match=r"already contains a run.*Fix: .*ckpt_path='last'"):
         fit(output=tmp_path)
-    with pytest.raises(UsageError, match="holds a run already"):
+    with pytest.raises(UsageError, match="already contains a run"):
         trainer(output=tmp_path).validate(EvalNet(), loader())
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
@@ -212,7 +212,7 @@ def test_a_folder_that_another_run_uses_is_refused(tmp_path):
         def on_train_batch_start(self, batch, batch_idx):
             if self.refused is None:
                 with pytest.raises(
-                    UsageError, match=r"another run uses output=.*Fix: another folder"
+                    UsageError, match=r"another run uses output=.*Fix: use another folder"
                 ) as self.refused:
                     trainer(output=tmp_path).fit(Net(), loader(), ckpt_path="auto")
 
@@ -238,7 +238,7 @@ def test_a_session_uses_its_folder_until_it_is_closed(tmp_path, with_function):
         session.launch()
         train(session)
         session.close()
-    with pytest.raises(UsageError, match="holds a run already"):
+    with pytest.raises(UsageError, match="already contains a run"):
         fit(output=tmp_path)
 
 
@@ -248,7 +248,7 @@ def test_of_two_runs_that_were_checked_in_a_new_folder_one_starts(tmp_path):
         each.check(Net())
     one.fit(Net(), loader())
     before = (tmp_path / "metrics.jsonl").read_bytes()
-    with pytest.raises(UsageError, match="holds a run already"):
+    with pytest.raises(UsageError, match="already contains a run"):
         two.fit(Net(), loader())
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
     one.fit(Net(), loader())  # its own folder
@@ -262,7 +262,7 @@ def test_a_run_that_fails_gives_its_folder_back(tmp_path, error):
 
     with pytest.raises(error, match="by hand"):
         fit(Fails(), output=tmp_path)
-    with pytest.raises(UsageError, match="holds a run already"):
+    with pytest.raises(UsageError, match="already contains a run"):
         fit(output=tmp_path)
 
 
@@ -272,7 +272,7 @@ def test_a_refused_resume_does_not_open_the_folder_to_another_run(tmp_path):
     one = trainer(output=tmp_path)
     with pytest.raises(UsageError, match="nothing left to do"):
         one.fit(Net(), loader(), ckpt_path="last")
-    with pytest.raises(UsageError, match="holds a run already"):
+    with pytest.raises(UsageError, match="already contains a run"):
         one.fit(Net(), loader())
     assert (tmp_path / "last.ckpt").read_bytes() == before
 
@@ -288,7 +288,7 @@ def test_a_refused_run_leaves_no_folder(tmp_path):
 def test_a_folder_that_cannot_be_created_is_named(tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(
-        UsageError, match=r"file/run'? cannot be created: Not a directory. Fix: another folder"
+        UsageError, match=r"file/run'? cannot be created: Not a directory. Fix: use another folder"
     ):
         fit(output=tmp_path / "file" / "run")
 
@@ -406,7 +406,7 @@ def test_a_folder_that_has_become_read_only_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(whole_files, "_File", refuse)
     with pytest.raises(
         TrainingError,
-        match=r"run/plan\.json could not be written: Read-only file system\. Fix: another output",
+        match=r"run/plan\.json could not be written: Read-only file system\. Fix: use another",
     ):
         one.fit(Net(), loader())
 

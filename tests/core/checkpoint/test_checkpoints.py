@@ -207,7 +207,7 @@ def test_a_best_that_was_deleted(fitted):
 def test_a_folder_names_its_files(fitted, tmp_path):
     refused(
         r"run is a folder, not a checkpoint\. "
-        r"Fix: one of its files: checkpoints/epoch=0-step=6\.ckpt, last\.ckpt",
+        r"Fix: use one of its files: checkpoints/epoch=0-step=6\.ckpt, last\.ckpt",
         fitted[0],
         tmp_path / "run",
     )

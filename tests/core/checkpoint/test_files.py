@@ -55,7 +55,7 @@ def test_a_damaged_file_is_refused_in_one_line_however_it_is_damaged(tmp_path):
     for damaged in mutations(data, 60):
         path.write_bytes(damaged)
         with pytest.raises(
-            TrainingError, match=r"odd\.ckpt .*damaged.*Fix: another file"
+            TrainingError, match=r"odd\.ckpt .*damaged.*Fix: use another file"
         ) as caught:
             checkpoint_file.read(path)
         assert "\n" not in str(caught.value)
@@ -77,7 +77,7 @@ def test_every_way_to_load_refuses_a_bit_that_flipped(tmp_path):
     ]
     for way in ways:
         with pytest.raises(
-            TrainingError, match=r"last\.ckpt is damaged: its bytes are not those that were saved"
+            TrainingError, match=r"last\.ckpt is damaged: its contents do not match its digest"
         ):
             way()
 

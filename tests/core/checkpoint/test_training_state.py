@@ -661,7 +661,7 @@ class Reordered(Random):
     [
         (
             {"swapped": True},
-            r"parameter 6 of Adam was a\.weight, and is b\.weight now\. Fix: the same parameters",
+            r"parameter 6 of Adam was a\.weight, and is b\.weight now\. Fix: use the same",
         ),
         ({"all_of_it": False}, r"parameter 9 of Adam was b\.bias, and is none now\. Fix"),
     ],
@@ -685,7 +685,7 @@ def test_a_file_that_is_no_checkpoint(tmp_path, saved, kind):
         "text": "could not be read as a checkpoint",
     }.get(kind, "is damaged: its bytes")
     for path, expected in (
-        (odd, rf"last\.ckpt {words}.*Fix: another file"),
+        (odd, rf"last\.ckpt {words}.*Fix: use another file"),
         ("auto", r"all checkpoints.*damaged: .*last\.ckpt\. Fix:"),
     ):
         with pytest.raises(TrainingError, match=expected) as caught:
@@ -699,7 +699,7 @@ def test_a_file_that_is_no_checkpoint(tmp_path, saved, kind):
     [
         (
             {"epochs": 1},
-            "nothing left to do.*has 1 epochs done, and max_epochs=1.*Fix: a larger max_epochs",
+            "nothing left to do.*has 1 epochs done, and max_epochs=1.*Fix: use a larger max_epochs",
         ),
         (
             {"epochs": -1, "max_steps": 7},

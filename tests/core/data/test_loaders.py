@@ -308,7 +308,7 @@ def test_count_batches(limit, with_length, without):
 @pytest.mark.parametrize(
     ("data", "limit", "error", "words"),
     [
-        ([], None, TrainingError, "train is empty: list"),
+        ([], None, TrainingError, "train loader is empty: list"),
         (
             loader(3, 4, drop_last=True),
             5,
@@ -508,7 +508,7 @@ def test_data_without_loaders_is_refused_before_anything_starts(command, data, w
 def test_several_loaders_to_train_on_are_refused(data):
     with pytest.raises(
         UsageError,
-        match=r"training takes one loader\. Fix: a DataLoader of torch.utils.data.ConcatDataset",
+        match=r"training takes one loader\. Fix: use a DataLoader of torch.utils.data.Concat",
     ):
         fit(EvalNet(), data)
 

@@ -104,9 +104,13 @@ def test_a_full_disk_is_named_under_torch_save(tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(TrainingError, match=r"file/in could not be written: .*Fix: another output"):
+    with pytest.raises(
+        TrainingError, match=r"file/in could not be written: .*Fix: use another output"
+    ):
         write(tmp_path / "file" / "in", b"")
-    with pytest.raises(TrainingError, match=r"file/in could not be written: .*Fix: another output"):
+    with pytest.raises(
+        TrainingError, match=r"file/in could not be written: .*Fix: use another output"
+    ):
         AppendedFile(tmp_path / "file" / "in")
 
 

@@ -40,7 +40,7 @@ def home(tmp_path, monkeypatch):
 def test_a_url_is_refused_by_its_option(url):
     with pytest.raises(
         UsageError,
-        match=r"^output='\w+:/.* is a URL, and geartrain reads and writes files only. Fix: a path",
+        match=r"^output='\w+:/.* is a URL, and geartrain reads and writes files only. Fix: use",
     ):
         user_path(url, "output")
 
@@ -48,9 +48,9 @@ def test_a_url_is_refused_by_its_option(url):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("", "is no path"),
-        (3, "is no path"),
-        (True, "is no path"),
+        ("", "is not a path"),
+        (3, "is not a path"),
+        (True, "is not a path"),
         ("~nobody-of-this-name/x", "no such user"),
     ],
 )

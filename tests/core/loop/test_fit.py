@@ -232,7 +232,7 @@ def test_a_wrapper_of_forward_that_forgets_return_is_an_error_that_names_it():
 def test_an_iterator_that_an_earlier_epoch_has_read_to_its_end_is_said_so():
     with pytest.raises(
         TrainingError,
-        match=r"is an iterator, which earlier epochs have read to its end\. Fix: a DataLoader or a",
+        match=r"is an iterator, which earlier epochs have read to its end\. Fix: use a DataLoader",
     ):
         trainer(max_epochs=2).fit(Net(), iter(list(loader())))
 
@@ -286,8 +286,8 @@ def test_a_dict_with_the_loss_trains_as_the_loss_does():
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        (lambda loss, _: loss.detach(), "needs no grad"),
-        (lambda loss, _: {"loss": loss.detach()}, "needs no grad"),
+        (lambda loss, _: loss.detach(), "requires_grad=False"),
+        (lambda loss, _: {"loss": loss.detach()}, "requires_grad=False"),
         (lambda loss, _: loss * torch.ones(4), r"one number.*\[4\]"),
         (lambda loss, _: loss.item(), "returned float"),
         (lambda loss, _: [loss], "returned list"),

@@ -60,7 +60,7 @@ def test_an_unknown_name_is_an_error():
 
     with pytest.raises(
         ValueError,
-        match=r"Wrong was not made with an argument 'rl', but with lr\. Fix: one of these; ",
+        match=r"Wrong was not made with an argument 'rl', but with lr\. Fix: use one of these; ",
     ):
         Wrong()
 

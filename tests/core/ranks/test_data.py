@@ -90,7 +90,7 @@ def test_a_rank_that_never_has_a_batch_is_named():
 
     trainer, _ = on_threads()
     with pytest.raises(
-        gt.TrainingError, match="the loader to validate gives rank 1 no batch, and others some"
+        gt.TrainingError, match="the validate loader gives rank 1 no batch, and others some"
     ):
         trainer.validate(NoneOnOne())
 

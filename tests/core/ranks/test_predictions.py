@@ -95,6 +95,6 @@ def test_an_output_that_cannot_be_sent_is_named(rank):
     trainer, _ = on_threads()
     with pytest.raises(
         TrainingError,
-        match=rf"rank {rank} cannot send the results of predict_step to the others: output 0, of type dict,",
+        match=rf"rank {rank} cannot send the results of predict_step to the others: output 0",
     ):
         trainer.predict(Sends(), numbers(4))

@@ -57,7 +57,7 @@ def _lock(folder: Path) -> int | None:
             make_folder(folder)
         except OSError as error:
             what = f"output={str(folder)!r} cannot be created: {error.strerror}"
-            raise UsageError(f"{what}. Fix: another folder") from error
+            raise UsageError(f"{what}. Fix: use another folder") from error
         if fcntl is None:
             return None
         try:

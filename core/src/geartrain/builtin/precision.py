@@ -186,7 +186,7 @@ class ScaledPrecision(MixedPrecision):
         if mine & self._seen:
             what = f"{self._label}: two optimizers share a parameter"
             why = "whose gradient would be scaled down twice"
-            raise UsageError(f"{what}, {why}. Fix: one of them")
+            raise UsageError(f"{what}, {why}. Fix: choose one of them")
         self._seen |= mine
         return optimizer
 

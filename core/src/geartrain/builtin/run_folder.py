@@ -79,9 +79,9 @@ class RunFolder:
     def _refuse_other_run(self, resumes: bool) -> None:
         if not self._began and not resumes and (self.path / "plan.json").exists():
             raise UsageError(
-                f"output={str(self.path)!r} holds a run already, and nothing is overwritten. Fix: "
-                "another folder, or remove this one; or resume that run: fit(..., "
-                "ckpt_path='last'), on the command line --resume"
+                f"output={str(self.path)!r} already contains a run, which geartrain does not "
+                "overwrite. Fix: use another folder; or remove this one; or resume its run with "
+                "fit(..., ckpt_path='last'), on the command line with --resume"
             )
 
     @hookimpl

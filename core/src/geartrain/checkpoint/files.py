@@ -50,14 +50,14 @@ def read(path: Path) -> dict[str, Any]:
     except Exception as error:  # torch's own message advises to run code from the file
         raise TrainingError(
             f"{path} could not be read as a checkpoint ({type(error).__name__}): it is of another "
-            "kind, damaged, or holds more than tensors and plain values. Fix: another file"
+            "kind, damaged, or holds more than tensors and plain values. Fix: use another file"
         ) from error
     if is_whole or not isinstance(state, dict):
         return state
     if "geartrain" in state and "saved_by" not in state:  # a plugin's file has no digest
         raise TrainingError(
             f"{path} is damaged, or was saved again by another program: it is a checkpoint of "
-            "geartrain without its digest. Fix: another file; a file of your own weights is "
+            "geartrain without its digest. Fix: use another file; a file of your own weights is "
             "torch.save({'model': ...}), without the key 'geartrain'"
         )
     return state
@@ -77,7 +77,7 @@ def check(path: Path) -> bool:
         raise UsageError(f"there is no checkpoint {path}. Fix: pass an existing file") from error
     except OSError as error:
         what = f"{path} could not be read: {error.strerror}"
-        raise TrainingError(f"{what}. Fix: another file") from error
+        raise TrainingError(f"{what}. Fix: use another file") from error
 
 
 def peek(path: Path) -> dict[str, Any]:
@@ -123,8 +123,8 @@ def _check(file: IO[bytes], path: Path) -> bool:
     elif tail.strip(b"\0") and _MARK not in tail and is_torchs:
         return False
     raise TrainingError(
-        f"{path} is damaged: its bytes are not those that were saved. "
-        "Fix: another file; 'last' and 'auto' take the newest whole one"
+        f"{path} is damaged: its contents do not match its digest. "
+        "Fix: use another file; 'last' and 'auto' take the newest undamaged one"
     )
 
 

@@ -228,8 +228,8 @@ def refuse(run: Run, state: dict[str, Any], path: Path) -> None:
     if fit["format"] != FORMAT:
         raise TrainingError(
             f"{path} was saved by geartrain {state.get('geartrain')}, whose format {fit['format']} "
-            "this version does not know. Fix: that version, or start from the weights alone with "
-            "checkpoint="
+            "this version does not know. Fix: install that version, or start from the weights "
+            "alone with checkpoint="
         )
     options = run.plan.options
     for name, done, end in (
@@ -240,13 +240,13 @@ def refuse(run: Run, state: dict[str, Any], path: Path) -> None:
             unit = name.removeprefix("max_")
             raise UsageError(
                 f"there is nothing left to do: {path} has {done} {unit} done, and {name}={end}. "
-                f"Fix: a larger {name}"
+                f"Fix: use a larger {name}"
             )
     total, same_size = run.stages["train"].batches[0], len(fit["ranks"]) == run.world.size
     if same_size and total is not None and fit["batch_idx"] > total:
         raise UsageError(
             f"{path} was saved after {fit['batch_idx']} batches of an epoch, which now has "
-            f"{total}. Fix: the same data and batch size"
+            f"{total}. Fix: use the same data and batch size"
         )
     _refuse_others("optimizer", fit["optimizers"], list(run.optimizers), path)
     _refuse_others("scheduler", fit["schedulers"], [s.scheduler for s in run.schedulers], path)
@@ -258,7 +258,7 @@ def _refuse_others(what: str, saved: list[dict[str, Any]], now: list[Any], path:
         raise TrainingError(
             f"{path} has the {what}s {', '.join(theirs) or 'none'}, and configure_optimizers made "
             f"{', '.join(ours) or 'none'}. "
-            "Fix: the same ones, or start from the weights alone with checkpoint="
+            "Fix: use the same ones, or start from the weights alone with checkpoint="
         )
 
 
@@ -350,8 +350,8 @@ def _refuse_other_parameters(
     index, was, here = next((i, a, b) for i, (a, b) in pairs if a != b)
     raise TrainingError(
         f"{path}: parameter {index} of {type(optimizer).__name__} was {was or 'one of no name'}, "
-        f"and is {here or 'one of no name'} now. Fix: the same parameters in the same order, or "
-        "start from the weights alone with checkpoint="
+        f"and is {here or 'one of no name'} now. Fix: use the same parameters in the same order, "
+        "or start from the weights alone with checkpoint="
     )
 
 

@@ -262,8 +262,8 @@ def read_loaders(given: Any, stage: str) -> list[Iterable[Any]]:
     kind, is_list = type(given).__name__, isinstance(given, list | tuple)
     is_text_or_frame = isinstance(given, str | bytes) or hasattr(given, "itertuples")
     if not isinstance(given, Iterable) or is_text_or_frame:  # a data frame iterates its columns
-        what = f"the loader to {stage} is {_shown(given)}, which is none"
-        raise UsageError(f"{what}. Fix: a DataLoader or an iterable of batches")
+        what = f"the {stage} loader is {_shown(given)}, which is not a loader"
+        raise UsageError(f"{what}. Fix: use a DataLoader or an iterable of batches")
     has_loader = any(isinstance(item, DataLoader) for item in found)
     if isinstance(given, Mapping) or (is_list and has_loader):
         if not found or len(loaders) < len(found):
@@ -274,9 +274,9 @@ def read_loaders(given: Any, stage: str) -> list[Iterable[Any]]:
         return [given]
     if stage == "train" and (len(loaders) > 1 or isinstance(given, Mapping)):
         raise UsageError(
-            f"a {kind} of {len(loaders)} loaders to train on is given, and training takes one "
-            "loader. Fix: a DataLoader of torch.utils.data.ConcatDataset, to train on one after "
-            "the other, or of StackDataset, whose batches have something of each"
+            f"a {kind} of {len(loaders)} loaders is given to train on, and training takes one "
+            "loader. Fix: use a DataLoader of torch.utils.data.ConcatDataset, to train on one "
+            "after the other, or of StackDataset, whose batches have samples of each"
         )
     return loaders
 
@@ -328,14 +328,14 @@ def count_batches(
         return 0
     if total == 0:
         fix = "give it samples, or a smaller batch_size with drop_last"
-        raise TrainingError(f"the loader to {stage} is empty: {describe(loader)}. Fix: {fix}")
+        raise TrainingError(f"the {stage} loader is empty: {describe(loader)}. Fix: {fix}")
     if isinstance(limit, float) and limit < 1.0:
         if total is None:
-            what = f"a fraction ({limit}) of the loader to {stage} cannot be taken"
-            raise UsageError(f"{what}: it has no length. Fix: a number of batches")
+            what = f"a fraction ({limit}) of the {stage} loader cannot be taken"
+            raise UsageError(f"{what}: it has no length. Fix: use a number of batches")
         if int(total * limit) == 0:
             what = f"{limit} of the {total} batches to {stage} is less than one batch"
-            raise UsageError(f"{what}. Fix: a larger fraction, or a number of batches")
+            raise UsageError(f"{what}. Fix: use a larger fraction, or a number of batches")
         return int(total * limit)
     if limit is None or isinstance(limit, float):
         return total

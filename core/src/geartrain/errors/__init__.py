@@ -30,7 +30,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     match = get_close_matches(name.lower(), [n.lower() for n in names], n=1)
     if match:
         return f"Did you mean {next(n for n in names if n.lower() == match[0])!r}?"
-    return f"Known: {', '.join(names)}." if names else "There is none."
+    return f"Known: {', '.join(names)}." if names else "None is defined."
 
 
 def printable(text: str) -> str:

@@ -23,18 +23,19 @@ def user_path(given: Any, name: str) -> Path:
         UsageError: a URL, the home folder of an unknown user, an empty string, or no path at all.
     """
     if not isinstance(given, str | Path) or not str(given):
-        raise UsageError(f"{name}={given!r} is no path. Fix: a file or a folder on this machine")
+        raise UsageError(
+            f"{name}={given!r} is not a path. Fix: use a file or a folder on this machine"
+        )
     if is_url(str(given)):
         raise UsageError(
             f"{name}={str(given)!r} is a URL, and geartrain reads and writes files only. "
-            "Fix: a path on this machine, or where the storage is mounted; copy it there or from "
-            "there"
+            "Fix: use a path on this machine, and copy the files to or from the storage yourself"
         )
     path = os.path.expanduser(given)
     if str(path).startswith("~"):
         raise UsageError(
             f"{name}={str(given)!r}: there is no such user. "
-            "Fix: the whole path, or './~...' for a folder of that name"
+            "Fix: write the whole path, or './~...' for a folder of that name"
         )
     return Path(path)
 

@@ -157,7 +157,7 @@ class Hooks:
                 if owners[hook] is not part:
                     owner = owners[hook].info.label
                     what = f"{part.info.label} must own the hook {hook!r}, and {owner} does"
-                    raise UsageError(f"{what}. Fix: one without the other")
+                    raise UsageError(f"{what}. Fix: use one without the other")
         return owners
 
     def _plain(self, part: LoadedPlugin, hook: str) -> list[str]:

@@ -74,7 +74,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> ClusterEnvironment | None
             raise UsageError(
                 f"{place.launcher} says rank {place.rank} of {place.size}, local rank "
                 f"{place.local_rank} of {place.local_size}: a rank must be below its size. "
-                "Fix: the environment variables of this process"
+                "Fix: correct the environment variables of this process"
             )
         return _with_address(place, environ)
     return None

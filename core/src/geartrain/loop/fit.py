@@ -120,20 +120,20 @@ def backward(run: Run, loss: torch.Tensor) -> None:
     """Call the hook ``backward``, and explain why a loss has none.
 
     Raises:
-        TrainingError: the loss needs no grad, or is not one number.
+        TrainingError: the loss has ``requires_grad=False``, or is not one number.
     """
     try:
         run.hooks.backward(run=run, loss=loss)
     except RuntimeError as error:  # not checked before: the check would cost every step
         if not loss.requires_grad:
             raise TrainingError(
-                f"the loss of {type(run.module).__name__}.training_step needs no grad, so nothing "
-                "could be learnt from it. Fix: compute it from parameters with requires_grad=True, "
-                "without .detach(), .item() or torch.no_grad()"
+                f"the loss of {type(run.module).__name__}.training_step has requires_grad=False, so "
+                "training cannot change a parameter. Fix: compute the loss from parameters with "
+                "requires_grad=True, without .detach(), .item() or torch.no_grad()"
             ) from error
         if loss.numel() != 1:
             what = f"the loss must be one number, and this one has the shape {list(loss.shape)}"
-            raise TrainingError(f"{what}. Fix: .mean() or .sum()") from error
+            raise TrainingError(f"{what}. Fix: return its .mean() or .sum()") from error
         raise
 
 
@@ -316,13 +316,13 @@ def _validation_interval(run: Run) -> int | None:
     if isinstance(interval, float):
         if total is None:
             what = f"val_check_interval={interval} of a training loader without length"
-            raise UsageError(f"{what}. Fix: a whole number of batches")
+            raise UsageError(f"{what}. Fix: use a whole number of batches")
         return max(1, int(total * interval))
     counts_each_epoch = run.plan.options.check_val_every_n_epoch is not None
     if counts_each_epoch and total is not None and interval > total:
         raise UsageError(
             f"val_check_interval={interval} is more than the {total} batches of an epoch, so "
-            "validation would never run. Fix: a smaller one, or check_val_every_n_epoch=None to "
-            "count across epochs"
+            "validation would never run. Fix: use a smaller one, or count across epochs "
+            "with check_val_every_n_epoch=None"
         )
     return interval

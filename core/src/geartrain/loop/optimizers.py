@@ -92,9 +92,9 @@ def _read_forms(returned: Any) -> tuple[list[Optimizer], list[Schedule]]:
             if optimizers and all(isinstance(item, Optimizer) for item in optimizers):
                 return list(optimizers), [_schedule(item) for item in schedulers]
     raise UsageError(
-        f"configure_optimizers returned {returned!r}. Fix: an optimizer, a list of them, two lists "
-        '(optimizers, schedulers), a dict {"optimizer": ..., "lr_scheduler": ...}, or a tuple of '
-        "such dicts"
+        f"configure_optimizers returned {returned!r}. Fix: return an optimizer, a list of them, "
+        'two lists (optimizers, schedulers), a dict {"optimizer": ..., "lr_scheduler": ...}, or a '
+        "tuple of such dicts"
     )
 
 

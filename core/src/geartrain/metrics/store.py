@@ -203,7 +203,7 @@ class MetricStore:
         if metric.source is not None and metric.source is not value:
             raise TrainingError(
                 f"self.log({metric.name!r}) was given another {type(value).__name__} before. "
-                "Fix: a name for each"
+                "Fix: give each a name"
             )
         if newest is not None:
             metric.pending.append((scalar(metric.name, newest), 1))

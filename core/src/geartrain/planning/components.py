@@ -217,7 +217,7 @@ def plugin_parts(
             own = left.pop(name, {})
             if own and not isinstance(found, type):
                 what = f"{plugin} is a file of functions and takes no options"
-                raise UsageError(f"{what}. Fix: a class with a typed __init__")
+                raise UsageError(f"{what}. Fix: use a class with a typed __init__")
             info = PluginInfo(name, "plugin", None, None, f"--plugin {plugin}")
             again = partial(_of_file, os.path.abspath(plugin), own)
             parts.append(LoadedPlugin(info, _of_file(plugin, own), own, again))

@@ -63,7 +63,7 @@ class QAdamOptimizer(Optimizer):
             if not valid:
                 below = ", below 1" if name.startswith("beta") else ""
                 raise UsageError(
-                    f"QAdamOptimizer: Invalid {name}: {value}. Fix: a number of 0 or more{below}"
+                    f"QAdamOptimizer: Invalid {name}: {value}. Fix: use 0 or more{below}"
                 )
         self.warmup_steps = warmup_steps
         #: True if the algorithm replaces gradients by the new momentum before ``step``.

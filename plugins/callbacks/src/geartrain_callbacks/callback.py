@@ -258,7 +258,7 @@ class Adapter:
             ):
                 raise UsageError(
                     f"callback {name}.{method} is for a plugin, and would be ignored here. "
-                    "Fix: no Callback, but plugins=[...]"
+                    "Fix: pass plugins=[...] instead of a Callback"
                 )
             if method in NOT_CALLED:
                 raise UsageError(

@@ -26,7 +26,7 @@ def check_pattern(pattern: str) -> str:
     if not pattern or pattern.endswith("/") or "{" in left or "}" in left:
         raise UsageError(
             f"model_checkpoint: filename={pattern!r} is not a name. "
-            "Fix: as '{epoch}-{val_loss:.2f}'"
+            "Fix: write it as '{epoch}-{val_loss:.2f}'"
         )
     if not is_inside(pattern) or pattern.startswith("~") or is_url(pattern):
         raise UsageError(

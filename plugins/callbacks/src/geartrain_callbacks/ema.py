@@ -186,7 +186,7 @@ class EMA:
         if odd:
             raise UsageError(
                 f"geartrain-callbacks[ema]: its state is of another module: {odd[0]} differs. "
-                "Fix: the module that it averaged"
+                "Fix: pass the module that it averaged"
             )
         for name, average in zip(self._names, self._average, strict=True):
             average.copy_(state[name])

@@ -148,7 +148,7 @@ class ModelCheckpoint:
         self.filename = check_pattern("{epoch}-{step}" if filename is None else filename)
         if save_last and self.filename == "last":
             raise UsageError(
-                "model_checkpoint: filename='last' is the file of save_last. Fix: another name"
+                "model_checkpoint: filename='last' is the file of save_last. Fix: use another name"
             )
         self.auto_insert_metric_name, self.verbose = auto_insert_metric_name, verbose
         self._epochs = every_n_epochs or 1
@@ -232,7 +232,7 @@ class ModelCheckpoint:
         if folder is not None and folder.exists() and not folder.is_dir():
             raise UsageError(
                 f"geartrain-callbacks[model_checkpoint]: {str(folder)!r} is not a folder. "
-                "Fix: another dirpath"
+                "Fix: use another dirpath"
             )
         self._planned = folder
 

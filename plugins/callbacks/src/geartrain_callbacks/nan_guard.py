@@ -51,7 +51,7 @@ class NaNGuard:
             ("check", check, ("loss", "gradients")),
         ):
             if value not in known:
-                raise UsageError(f"nan_guard: {name}={value!r}. Fix: one of {', '.join(known)}")
+                raise UsageError(f"nan_guard: {name}={value!r}. Fix: use one of {', '.join(known)}")
         self.action, self.check = action, check
         #: The first value that was not finite, and its step; empty if all were finite.
         self.reason = ""
@@ -169,7 +169,7 @@ class NaNGuard:
         if self.action == "raise":
             raise TrainingError(
                 f"geartrain-callbacks[nan_guard]: {self.reason} "
-                "Fix: a smaller learning rate, clipping, or a look at that batch"
+                "Fix: lower the learning rate, clip gradients, or look at that batch"
             )
         say(
             run,

@@ -38,7 +38,7 @@ class Norms:
     ) -> None:
         if not gradients and not parameters:
             raise UsageError(
-                "norms: neither gradients nor parameters are asked for. Fix: one of them"
+                "norms: neither gradients nor parameters are asked for. Fix: choose one of them"
             )
         if every is not None and (
             isinstance(every, bool) or not isinstance(every, int) or every < 1

@@ -69,7 +69,7 @@ class Throughput:
         ):
             raise UsageError(
                 f"throughput: tokens={tokens!r}. "
-                "Fix: a number of tokens in a sample, or a function of a batch"
+                "Fix: use a number of tokens in a sample, or a function of a batch"
             )
         if peak_flops is not None and not peak_flops > 0:
             raise UsageError(f"throughput: peak_flops={peak_flops!r} must be above 0.")

@@ -462,7 +462,7 @@ def _unknown_option(name: str, parser: ArgumentParser, names: Names) -> str:
         ):
             return (
                 f"--{typed}: {group}.py is a file of functions and takes no options. "
-                "Fix: a class with a typed __init__"
+                "Fix: use a class with a typed __init__"
             )
         if group == "trainer":
             own = name.split(".")[1].removesuffix("+")

@@ -58,7 +58,7 @@ class CSVLogger:
         if first and not self._began and not plan.resumes and path.exists():
             raise UsageError(
                 f"geartrain-csv[csv]: {str(path)!r} exists, and nothing is overwritten. "
-                "Fix: another path, or remove it"
+                "Fix: use another path, or remove it"
             )
         self._began = True
 

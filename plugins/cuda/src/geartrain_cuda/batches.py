@@ -101,7 +101,7 @@ class Prefetcher:
                 self._pins = False
                 warnings.warn(
                     "batches cannot be pinned, so the CPU waits for each copy to the GPU: "
-                    f"{str(error).splitlines()[0]}. Fix: more locked memory (ulimit -l, a "
+                    f"{str(error).splitlines()[0]}. Fix: allow more locked memory (ulimit -l, a "
                     "container's limits), or --accelerator.pin_memory false",
                     stacklevel=2,
                 )

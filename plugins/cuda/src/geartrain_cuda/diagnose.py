@@ -161,7 +161,7 @@ def _of_torch(driver_cuda: tuple[int, int] | None) -> list[str]:
         newest = f"{driver_cuda[0]}.{driver_cuda[1]}"
         return [
             f"torch is built for CUDA {torch.version.cuda}, but the driver runs CUDA up to "
-            f"{newest}. Fix: a newer driver, or torch for CUDA {driver_cuda[0]}, {_INSTALL}"
+            f"{newest}. Fix: install a newer driver, or torch for CUDA {driver_cuda[0]}, {_INSTALL}"
         ]
     return []
 

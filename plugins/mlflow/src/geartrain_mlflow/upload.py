@@ -67,7 +67,7 @@ class Upload:
             self._abandoned = True
             raise TrainingError(
                 f"MLflow has not taken everything within {patience:g} s; the rest is lost. "
-                "Fix: a longer patience"
+                "Fix: use a longer patience"
             )
         self._look()
 

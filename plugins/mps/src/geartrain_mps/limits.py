@@ -40,7 +40,7 @@ def refuse(plan: Plan, module: Module | type[Module]) -> None:
     ):
         raise UsageError(
             f"{label}: the gradient scaler of torch {torch.__version__} needs float64, which MPS "
-            "does not have. Fix: a newer torch, or --precision bf16-mixed or 32-true"
+            "does not have. Fix: install a newer torch, or use --precision bf16-mixed or 32-true"
         )
     if plan.strategy.name == "dp":
         raise UsageError(

@@ -60,7 +60,7 @@ def until_all_ranks_are_done(
         last = last if batch is _OUT else batch
         if last is _OUT:
             raise TrainingError(
-                f"the loader to {run.stage} gives rank {run.world.rank} no batch, and others some. "
+                f"the {run.stage} loader gives rank {run.world.rank} no batch, and others some. "
                 "Fix: give each rank at least one"
             )
         done += 1

@@ -42,7 +42,7 @@ def all_reduce(run: Run, data: Any, reduce_op: str) -> Any:
     """
     if reduce_op not in _REDUCTIONS:
         raise UsageError(
-            f"all_reduce: reduce_op={reduce_op!r}. Fix: one of {', '.join(_REDUCTIONS)}"
+            f"all_reduce: reduce_op={reduce_op!r}. Fix: use one of {', '.join(_REDUCTIONS)}"
         )
     reduce = _REDUCTIONS[reduce_op]
     return map_tensors(

@@ -74,7 +74,7 @@ class TensorBoard:
         if folder.exists() and not folder.is_dir():
             raise UsageError(
                 f"geartrain-tensorboard[tensorboard]: {str(folder)!r} is not a folder. "
-                "Fix: another --tensorboard.folder"
+                "Fix: use another --tensorboard.folder"
             )
 
     @hookimpl

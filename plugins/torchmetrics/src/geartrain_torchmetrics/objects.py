@@ -187,13 +187,13 @@ def _adopted(run: Run, logged: Mapping[str, tuple[Any, bool]]) -> dict[str, tupl
         if odd:
             raise TrainingError(
                 f"rank {rank} logged other torchmetrics objects than other ranks: {odd[0]!r}. "
-                "Fix: the same on all"
+                "Fix: use the same on all"
             )
     for name, (path, _) in first.items():
         if path is None:
             raise TrainingError(
                 f"self.log({name!r}): a rank without samples cannot find the metric. "
-                "Fix: an attribute of the module"
+                "Fix: use an attribute of the module"
             )
     return {
         name: (run.module.get_submodule(path), on_epoch)

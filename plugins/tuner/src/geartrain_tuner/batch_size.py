@@ -193,7 +193,7 @@ def set_attribute(owner: Any, name: str, value: Any) -> None:
         except AttributeError as error:
             raise UsageError(
                 f"{type(owner).__name__}.{name} cannot be set: {error}. "
-                "Fix: an attribute, not a property"
+                "Fix: use an attribute, not a property"
             ) from error
     if name in getattr(owner, "hparams", {}):
         owner.hparams[name] = value

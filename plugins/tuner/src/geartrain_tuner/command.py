@@ -205,7 +205,7 @@ def _files(trainer: Trainer, *names: str) -> list[Path]:
         if trainer.is_global_zero and file.exists():
             raise UsageError(
                 f"{str(file)!r} exists, and nothing is overwritten. "
-                "Fix: another --output, or remove it"
+                "Fix: use another --output, or remove it"
             )
     return files
 

@@ -50,7 +50,7 @@ def copies(model: Module, datamodule: DataModule | None) -> tuple[Module, DataMo
             raise UsageError(
                 f"a finder trains a copy of {type(model).__name__}, and the function in {name} "
                 "refers to the module itself. "
-                "Fix: a method of the class, in place of a lambda or nested function"
+                "Fix: use a method of the class instead of a lambda or nested function"
             )
     return copied, data
 

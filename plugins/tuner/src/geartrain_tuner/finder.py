@@ -101,7 +101,7 @@ def check(trainer: Trainer, loaders: Any) -> None:
             raise UsageError(
                 f"the training loader is an iterator ({type(loader).__name__}), "
                 "which a finder would use up. "
-                "Fix: a DataLoader, or an iterable that starts from the beginning each time"
+                "Fix: use a DataLoader, or an iterable that starts from the beginning each time"
             )
 
 

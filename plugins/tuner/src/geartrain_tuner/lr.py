@@ -69,12 +69,12 @@ class LRFinder:
             ended = f" ({self.stopped})" if self.stopped else ""
             return (
                 f"only {len(self.lrs)} steps had a loss{ended}, "
-                f"and {skip_begin + skip_end} are ignored. Fix: a lower min_lr"
+                f"and {skip_begin + skip_end} are ignored. Fix: use a lower min_lr"
             )
         if not self._falls(slopes):
             return (
                 f"the loss fell nowhere between {self.lrs[0]:.3g} and {self.lrs[-1]:.3g}. "
-                "Fix: another range, or look at the model"
+                "Fix: use another range, or look at the model"
             )
         return ""
 
@@ -102,7 +102,7 @@ class LRFinder:
             )
         return (
             "the loss is noisy: it rose about as steeply elsewhere. "
-            "Fix: a larger batch, more steps (num_training), or a higher min_lr"
+            "Fix: use a larger batch, more steps (num_training), or a higher min_lr"
         )
 
     def plot(self, suggest: bool = True, width: int = 72, height: int = 14) -> str:

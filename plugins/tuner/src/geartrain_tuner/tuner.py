@@ -211,7 +211,7 @@ class Tuner:
         if not isinstance(model, Module) and isinstance(model, torch.nn.Module):
             raise UsageError(
                 f"{type(model).__name__} is a plain nn.Module. "
-                "Fix: a geartrain.Module whose learning rate and batch size can be set"
+                "Fix: pass a geartrain.Module whose learning rate and batch size can be set"
             )
         check_module(model, "fit")
         check(self._trainer, loaders)

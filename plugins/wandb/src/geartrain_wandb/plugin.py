@@ -66,14 +66,14 @@ class WandB:
     ) -> None:
         if mode is not None and mode not in _MODES:
             raise UsageError(
-                f"{session.LABEL}: mode={mode!r} is not known. Fix: one of {', '.join(_MODES)}"
+                f"{session.LABEL}: mode={mode!r} is not known. Fix: use one of {', '.join(_MODES)}"
             )
         if isinstance(tags, str):
             raise UsageError(f"{session.LABEL}: tags={tags!r} is one string. Fix: tags=[{tags!r}]")
         self._folder = None if folder is None else user_path(folder, f"{session.LABEL}: folder")
         if self._folder is not None and self._folder.exists() and not self._folder.is_dir():
             raise UsageError(
-                f"{session.LABEL}: folder={str(folder)!r} is a file. Fix: another name"
+                f"{session.LABEL}: folder={str(folder)!r} is a file. Fix: use another name"
             )
         options = {
             "project": project,

@@ -49,7 +49,8 @@ class QAdam(Algorithm):
             )
         if plan.options.gradient_clip_val is not None:
             raise UsageError(
-                f"{mixes} before they are clipped. Fix: no gradient_clip_val, or another algorithm"
+                f"{mixes} before they are clipped. "
+                "Fix: remove gradient_clip_val, or use another algorithm"
             )
 
     def set_up(self, context: Context) -> None:

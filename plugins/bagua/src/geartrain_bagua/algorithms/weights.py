@@ -16,7 +16,7 @@ from geartrain_bagua.buckets import Bucket
 
 #: The end of an error message about a checkpoint.
 SAME_AS_THEN = (
-    "Fix: the same {} as in the run that saved it, or load only its weights with checkpoint="
+    "Fix: use the same {} as in the run that saved it, or load only its weights with checkpoint="
 )
 
 
@@ -134,7 +134,7 @@ def refuse_closure(context: Context) -> None:
         raise UsageError(
             "this algorithm keeps different weights on each rank, so an optimizer that needs a "
             "closure, such as LBFGS, would call it a different number of times on each rank, and "
-            "the ranks would deadlock. Fix: another optimizer, or an algorithm that averages "
+            "the ranks would deadlock. Fix: use another optimizer, or an algorithm that averages "
             "gradients"
         )
 
