@@ -456,7 +456,7 @@ def test_a_list_of_loaders_and_a_list_of_batches(given, loaders):
 
 @pytest.mark.parametrize("stage", METHODS)
 def test_data_that_cannot_be_iterated_is_refused(stage):
-    with pytest.raises(UsageError, match=f"loader to {stage} is 3"):
+    with pytest.raises(UsageError, match=f"the {stage} loader is 3"):
         DataSource({stage: 3}).loaders(stage, gt.Module())
 
 
@@ -476,9 +476,9 @@ class Frame:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ("ab", "'ab', which is none"),
-        (b"ab", "which is none"),
-        (Frame(), "a Frame, which is none"),
+        ("ab", "'ab', which is not a loader"),
+        (b"ab", "which is not a loader"),
+        (Frame(), "a Frame, which is not a loader"),
         ({}, "dict to .* holds nothing in place of loaders"),
         ({"a": torch.ones(2)}, "dict to .* holds Tensor in place of loaders"),
         ({"a": loader(), "b": "text"}, "holds str in place of loaders"),

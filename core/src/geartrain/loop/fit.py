@@ -127,8 +127,8 @@ def backward(run: Run, loss: torch.Tensor) -> None:
     except RuntimeError as error:  # not checked before: the check would cost every step
         if not loss.requires_grad:
             raise TrainingError(
-                f"the loss of {type(run.module).__name__}.training_step has requires_grad=False, so "
-                "training cannot change a parameter. Fix: compute the loss from parameters with "
+                f"the loss of {type(run.module).__name__}.training_step has requires_grad=False, "
+                "so training cannot change a parameter. Fix: compute the loss from parameters with "
                 "requires_grad=True, without .detach(), .item() or torch.no_grad()"
             ) from error
         if loss.numel() != 1:
