@@ -47,8 +47,7 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> None:
                 output = hooks.forward(run=run, method="training_step", args=(batch, batch_idx))
                 loss = output if isinstance(output, torch.Tensor) else loss_in(run, output)
                 if loss is not None:
-                    if size > 1:  # the last window of an epoch may be shorter than the others
-                        loss = loss / size
+                    loss = loss if size == 1 else loss / size  # the last window may be shorter
                     module_hooks.on_before_backward(loss)
                     backward(run, loss)
                     module_hooks.on_after_backward()

@@ -216,8 +216,8 @@ class MetricStore:
         sizer = self._sizers.get(key)
         if sizer is None:
             # In a Session a logged value belongs to no batch.
-            in_loop = run.mode == "session"
-            loader = None if in_loop else run.current_stage.loaders[run.dataloader_idx]
+            in_session = run.mode == "session"
+            loader = None if in_session else run.current_stage.loaders[run.dataloader_idx]
             sizer = self._sizers[key] = BatchSizer(loader, run.world.rank == 0)
         size = 1 if batch is None else sizer.size(batch) or 1
         self._sized = (batch, size)
