@@ -684,7 +684,7 @@ def test_one_of_a_datamodule_that_is_none_is_refused():
         (
             "training_step",
             lambda self, batch, batch_idx, hiddens: None,
-            "takes 'hiddens'.*splitting the sequence",
+            "takes 'hiddens'.*split the sequence",
         ),
         (
             "training_step",

@@ -276,7 +276,7 @@ class Trainer(RankProperties):
         check_module(model, command)
         if self.is_global_zero:
             name = (model if isinstance(model, type) else type(model)).__name__
-            fix = "a hook of geartrain's, or rename it"
+            fix = "use a hook of geartrain, or rename it"
             warn_of_others(model, name, fix, Module, modules=False)
             if datamodule is not None:
                 name, fix = type(datamodule).__name__, "the same method of the module"

@@ -602,7 +602,7 @@ def test_weights_alone_are_not_enough_to_resume(tmp_path, saved):
     refused(
         tmp_path,
         tmp_path / "weights.ckpt",
-        "holds weights, and not what a fit needs.*Fix: checkpoint=",
+        "has weights, but not the state that a fit needs.*Fix: start from the weights with checkpoint=",
         TrainingError,
     )
     module = Random()
@@ -683,7 +683,7 @@ def test_a_file_that_is_no_checkpoint(tmp_path, saved, kind):
     words = {
         "code": "could not be read as a checkpoint",
         "text": "could not be read as a checkpoint",
-    }.get(kind, "is damaged: its bytes")
+    }.get(kind, "is damaged: its contents")
     for path, expected in (
         (odd, rf"last\.ckpt {words}.*Fix: use another file"),
         ("auto", r"all checkpoints.*damaged: .*last\.ckpt\. Fix:"),

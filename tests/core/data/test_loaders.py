@@ -313,7 +313,7 @@ def test_count_batches(limit, with_length, without):
             loader(3, 4, drop_last=True),
             5,
             TrainingError,
-            r"train is empty: DataLoader of TensorDataset.*drop_last",
+            r"train loader is empty: DataLoader of TensorDataset.*drop_last",
         ),
         (Stream([]), 0.5, UsageError, r"fraction \(0.5\).*no length"),
         ([1, 2, 3], 0.3, UsageError, r"0.3 of the 3 batches"),

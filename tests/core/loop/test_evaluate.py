@@ -120,7 +120,7 @@ def test_a_limit_of_one_loader_holds_for_each():
 
 
 def test_an_empty_validation_loader_is_an_error():
-    with pytest.raises(TrainingError, match="validate is empty"):
+    with pytest.raises(TrainingError, match="validate loader is empty"):
         fit(EvalNet(), val=[])
 
 

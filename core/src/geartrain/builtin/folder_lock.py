@@ -71,7 +71,7 @@ def _lock(folder: Path) -> int | None:
         except BlockingIOError:
             os.close(descriptor)
             what = f"another run uses output={str(folder)!r}, and their files would mix"
-            fix = "another folder, or wait until that run has ended"
+            fix = "use another folder, or wait until that run has ended"
             raise UsageError(f"{what}. Fix: {fix}") from None
         except FileNotFoundError:
             pass

@@ -167,7 +167,7 @@ def find_checkpoint_file(
         return path
     if path.is_dir():
         files = sorted(str(file.relative_to(path)) for file in path.rglob("*.ckpt"))
-        fix = f"one of its files: {', '.join(files[:8])}" if files else "one of its files"
+        fix = f"use one of its files: {', '.join(files[:8])}" if files else "use one of its files"
         raise UsageError(f"{path} is a folder, not a checkpoint. Fix: {fix}")
     what = f"there is no checkpoint {path}"
     if given == "best":

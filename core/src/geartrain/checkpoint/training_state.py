@@ -221,9 +221,9 @@ def refuse(run: Run, state: dict[str, Any], path: Path) -> None:
     fit = state.get("fit")
     if not isinstance(fit, dict) or "format" not in fit:
         raise TrainingError(
-            f"{path} holds weights, and not what a fit needs to resume. Fix: "
-            f"checkpoint={str(path)!r} (on the command line --checkpoint), which starts from the "
-            "weights"
+            f"{path} has weights, but not the state that a fit needs to resume. Fix: "
+            f"start from the weights with checkpoint={str(path)!r} (on the command line "
+            "--checkpoint)"
         )
     if fit["format"] != FORMAT:
         raise TrainingError(

@@ -122,7 +122,7 @@ def reason(path: Path, error: OSError) -> str:
     """Return the message of the error that a file could not be written."""
     why = error.strerror or str(error)
     if error.errno not in _FULL:
-        fix = "another output, or the right to write there"
+        fix = "use another output, or allow this user to write there"
         return f"{path} could not be written: {why}. Fix: {fix}"
     with suppress(OSError):
         why += f", {shutil.disk_usage(path.parent).free // 2**20} MiB free"

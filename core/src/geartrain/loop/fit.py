@@ -222,7 +222,7 @@ def _train_batches(run: Run) -> None:
         what, fix = "gave no batch", "look at its dataset, batch_size and drop_last"
         if isinstance(loader, Iterator) and run.batches_seen:
             what = "is an iterator, which earlier epochs have read to its end"
-            fix = "a DataLoader or a list"
+            fix = "use a DataLoader or a list"
         raise TrainingError(f"the training loader {what}. Fix: {fix}")
 
 

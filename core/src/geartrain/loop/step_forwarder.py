@@ -184,10 +184,10 @@ def check_module(module: Any, command: str) -> None:
 
 #: Arguments that Lightning gives a step, or gave it once -> the replacement.
 _NOT_GIVEN = {
-    "optimizer_idx": "automatic_optimization = False in __init__, and self.optimizers() in "
+    "optimizer_idx": "set automatic_optimization = False in __init__, and self.optimizers() in "
     "training_step, see docs/manual-optimisation.md",
-    "hiddens": "splitting the sequence in training_step",
-    "dataloader_iter": "a batch: def {name}(self, batch, batch_idx)",
+    "hiddens": "split the sequence in training_step",
+    "dataloader_iter": "use a batch: def {name}(self, batch, batch_idx)",
 }
 
 

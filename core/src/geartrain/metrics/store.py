@@ -303,8 +303,8 @@ class MetricStore:
         if names and evaluates and run.world.size > 1 and run.world.rank == 0:
             warnings.warn(
                 f"{run.stage}: {', '.join(names)} is of rank 0's part of the data alone. Fix: "
-                "self.log(..., sync_dist=True) for all of it, or rank_zero_only=True if only rank "
-                "0 computes it",
+                "self.log(..., sync_dist=True) for all of it, or pass rank_zero_only=True if only "
+                "rank 0 computes it",
                 stacklevel=2,
             )
 

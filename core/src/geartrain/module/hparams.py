@@ -97,7 +97,7 @@ class MadeWith:
             if name not in arguments:
                 known = ", ".join(arguments) or "none"
                 what = f"{called} was not made with an argument {name!r}, but with {known}"
-                fix = "one of these; arguments of **kwargs have other names"
+                fix = "use one of these; arguments of **kwargs have other names"
                 raise ValueError(f"{what}. Fix: {fix}")
         kept_names = (set(names) or arguments.keys()) - {*left_out}
         kept = {name: value for name, value in arguments.items() if name in kept_names}

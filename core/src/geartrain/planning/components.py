@@ -95,7 +95,7 @@ def build_components(
     hooks = Hooks(parts)
     if is_first:
         _warn_of_failed(registry, asked, selected)
-        fix = "a hook of docs/hooks.md with @hookimpl, or callbacks=[...]"
+        fix = "use a hook of docs/hooks.md with @hookimpl, or callbacks=[...]"
         for part in (accelerator, strategy, *extra):
             warn_of_others(part.plugin, part.info.label, fix)
     plan = make_plan(
@@ -128,8 +128,9 @@ def _warn_of_failed(
     for candidate in registry.candidates:
         if candidate.state == "failed" and (candidate.kind, candidate.name.lower()) in names:
             what = f"{candidate.label} is not used: {candidate.reason}"
-            if not candidate.contested:  # otherwise the reason has the fix
-                fix = f"another version of {candidate.distribution}, or --block {candidate.label}"
+            if "Fix: " not in what:
+                home, label = candidate.distribution, candidate.label
+                fix = f"use another version of {home}, or --block {label}"
                 what = f"{what}. Fix: {fix}"
             warnings.warn(what, stacklevel=4)
 
@@ -256,7 +257,7 @@ def more_parts(registry: Registry, callbacks: Any, max_time: Any) -> list[Loaded
     given = [callbacks] if is_one else list(callbacks)
     for one in given:
         if isinstance(one, str | type) or not (hasattr(one, "as_plugin") or has_hookimpls(one)):
-            fix = "an object of a subclass of geartrain.callbacks.Callback"
+            fix = "use an object of a subclass of geartrain.callbacks.Callback"
             fix = f"plugins=[{one!r}]" if isinstance(one, str) else fix
             raise UsageError(f"callbacks={one!r}: it is no callback. Fix: {fix}")
     parts = [registry.adopt("plugin", one, "callbacks=[...]") for one in given]

@@ -175,7 +175,7 @@ class Registry:
         label, home = candidate.label, candidate.distribution
         if canonical(home) != "geartrain" and (needed := _other_core(candidate)):
             what = f"it requires {needed}, and geartrain {__version__} is installed"
-            fix = f"pip install '{needed}', or another version of {home}"
+            fix = f"pip install '{needed}', or use another version of {home}"
             raise UsageError(f"{label}: {candidate.fail(what)}. Fix: {fix}")
         try:
             loaded = candidate.entry_point.load()

@@ -206,7 +206,7 @@ def select_precision(registry: Registry, given: Any) -> LoadedPlugin:
     name = _PRECISIONS.get(str(given).lower(), str(given))
     known = [candidate.name for candidate in registry.of("precision")]
     if name.lower() not in (one.lower() for one in known):
-        fix = f"one of {', '.join(known)}; in short {', '.join(_PRECISIONS)}"
+        fix = f"use one of {', '.join(known)}; in short {', '.join(_PRECISIONS)}"
         raise UsageError(f"precision={given!r} is not known. Fix: {fix}")
     reason = f"--precision {given}" if given != "32-true" else "the default"
     return registry.select("precision", name, {}, reason)
