@@ -36,7 +36,7 @@ class OneRank:
         return stage
 
     def batches(self, run: Run, batches: Iterable[Any], limit: int | None) -> Iterator[Any]:
-        """Return the batches for which this rank calls its step, at most ``limit`` of its own.
+        """Return this rank's batches, at most ``limit`` of its own.
 
         Every rank calls its step equally often, so that collectives inside it cannot deadlock. A
         rank that has no more batches in an evaluation repeats one: then ``run.repeating`` is true,

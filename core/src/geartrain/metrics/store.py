@@ -124,7 +124,7 @@ class MetricStore:
         in_step = batch is not None and run.stage == "train"
         if add_dataloader_idx and not in_step:
             name = self._of_loader(name)
-        # Inlined: a call that runs once a step costs three times what a benchmark's loop measures.
+        # Inlined: in a real step a function call costs three times as much as in a tight loop.
         asked = (in_step, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, rank_zero_only)
         metric = self._metrics.get(name)
         if metric is None or metric.asked != asked or not self.open:

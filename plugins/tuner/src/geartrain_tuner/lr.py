@@ -19,7 +19,7 @@ from geartrain_tuner.chart import chart
 
 #: The share of the averaged loss that each step keeps.
 BETA = 0.98
-#: Points ignored at the start, where the average settles, and at the end, where it diverges.
+#: Points to ignore: at the start the average settles, at the end the loss diverges.
 SKIP_BEGIN, SKIP_END = 10, 1
 
 
