@@ -47,6 +47,7 @@ CONTRACT = {
     "Layout",
     "Module",
     "DataModule",
+    "Media",
     "Trainer",
     "Hooks",
 }

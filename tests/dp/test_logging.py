@@ -180,3 +180,23 @@ def test_several_loaders_keep_their_metrics_apart():
         Two(), [DataLoader(samples(5), batch_size=5), DataLoader(samples(4), batch_size=4)]
     )
     assert trainer.run.metrics == {"n/dataloader_idx_0": 5, "n/dataloader_idx_1": 6}
+
+
+def test_images_and_the_like_are_those_of_the_first_part():
+    said = []
+
+    class Keeps:
+        @hookimpl
+        def log_media(self, media):
+            said.append(media.value)
+
+    class Says(Net):
+        def training_step(self, batch, batch_idx):
+            self.log_text("first", str(batch[0][0].tolist()))
+            return super().training_step(batch, batch_idx)
+
+    data = samples()
+    one_trainer(strategy="dp", devices=2, plugins=[Keeps()]).fit(
+        Says(), DataLoader(data, batch_size=len(data))
+    )
+    assert said == [str(data[0][0].tolist())]

@@ -76,3 +76,23 @@ def open_files():
 
 def threads():
     return {thread.name for thread in threading.enumerate()}
+
+
+def show_all(net):
+    """Log one object of each kind, and one through the logger's own object."""
+    net.log_image("images/cat", torch.tensor([[[0, 255]]], dtype=torch.uint8))
+    net.log_histogram("weights", torch.tensor([0.0, 1.0, 1.0]))
+    net.log_text("said", "<hello>")
+    net.log_table("table", {"name": ["a|b"], "n": [1]})
+
+
+class Shows(Net):
+    """Calls ``show(module)`` once, in the validation after the first epoch."""
+
+    def __init__(self, show=show_all):
+        super().__init__()
+        self.show = show
+
+    def on_validation_epoch_end(self):
+        if self.current_epoch == 0:
+            self.show(self)

@@ -13,12 +13,12 @@ import pytest
 from mlflow import MlflowClient
 from several_ranks import results
 
-from geartrain import UsageError, hookimpl
+from geartrain import TrainingError, UsageError, hookimpl
 from geartrain.callbacks import ModelCheckpoint
 from geartrain_mlflow import MLflow
 from geartrain_mlflow.names import LONGEST, Names
 
-from .cases import Net, fit, loader, open_files, trainer
+from .cases import Net, Shows, fit, loader, open_files, show_all, trainer
 
 
 @pytest.fixture(scope="module")
@@ -251,6 +251,31 @@ def test_a_checkpoint_that_was_deleted_before_it_was_sent_is_left_out(
     close(client)
     assert (found, run.info.status) == (["checkpoints/step=12.ckpt"], "FINISHED")
     assert not [one for one in recwarn if "mlflow" in str(one.message)]
+
+
+def test_images_histograms_texts_and_tables_are_artifacts(uri):
+    def show(net):
+        show_all(net)
+        net.logger.experiment.set_tag(net.logger.run_id, "own", "yes")
+
+    fit(MLflow(tracking_uri=uri), net=Shows(show))
+    (run,) = runs(uri)
+    assert run.data.tags["own"] == "yes"
+    folder = Path(run.info.artifact_uri) / "media"
+    assert (folder / "said" / "00000006.txt").read_text() == "<hello>"
+    assert json.loads((folder / "table" / "00000006.json").read_text())["rows"] == [["a|b", 1]]
+    assert (folder / "images" / "cat" / "00000006.png").read_bytes().startswith(b"\x89PNG")
+    assert len(list(folder.rglob("*.*"))) == 4
+
+
+def test_its_own_object_of_a_silent_server_is_an_error_after_patience(monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        own = MLflow(tracking_uri=f"http://127.0.0.1:{silent.getsockname()[1]}", patience=0.1)
+        with pytest.raises(TrainingError, match="MLflow has not created the run within"):
+            fit(own, net=Shows(lambda net: net.logger.experiment))
 
 
 @pytest.mark.parametrize(

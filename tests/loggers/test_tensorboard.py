@@ -16,10 +16,10 @@ from tensorboard.backend.event_processing import (
 from tensorboard.plugins import base_plugin
 from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
 
-from geartrain import UsageError
+from geartrain import TrainingError, UsageError
 from geartrain_tensorboard import TensorBoard
 
-from .cases import Net, fit, loader, open_files, threads, trainer
+from .cases import Net, Shows, fit, loader, open_files, show_all, threads, trainer
 
 try:
     import resource
@@ -126,6 +126,37 @@ def test_hyperparameters_are_in_tensorboards_table_with_the_newest_metrics(tmp_p
         "note": "a",
     }
     assert set(found) == {"a/tensorboard", "b/tensorboard"}  # no other folder for them
+
+
+def test_images_histograms_texts_and_tables(tmp_path):
+    def show(net):
+        show_all(net)
+        net.logger.experiment.add_scalar("own", 1.5, 3)
+
+    fit("tensorboard", output=tmp_path, net=Shows(show))
+    found = read(tmp_path / "tensorboard")
+    (image,) = found.Images("images/cat")
+    assert (image.step, image.width, image.height) == (6, 2, 1)
+    (event,) = found.Histograms("weights")
+    value = event.histogram_value
+    assert (value.num, value.min, value.max, value.sum) == (3, 0, 1, 2)
+    assert [count for count in value.bucket if count] == [1, 2]
+    (said,) = found.Tensors("said/text_summary")
+    assert said.tensor_proto.string_val == [b"<hello>"]
+    (table,) = found.Tensors("table/text_summary")
+    assert table.tensor_proto.string_val == [b"| name | n |\n| --- | --- |\n| a\\|b | 1 |"]
+    assert [(one.step, one.value) for one in found.Scalars("own")] == [(3, 1.5)]
+
+
+def test_its_own_object_exists_in_a_run_only_and_does_nothing_in_a_trial(tmp_path):
+    one = trainer("tensorboard", output=tmp_path, fast_dev_run=True)
+    own = r"geartrain-tensorboard\[tensorboard\]: its experiment exists only in a run. Fix: use it"
+    with pytest.raises(TrainingError, match=own):
+        one.logger.experiment.add_scalar("own", 1.5, 3)
+    net = Shows(lambda net: net.logger.experiment.add_text("x", "y").anything())
+    one.fit(net, loader(), loader())
+    with pytest.raises(TrainingError, match=own):
+        one.logger.experiment.add_scalar("own", 1.5, 3)
 
 
 def test_the_plan_is_a_text(tmp_path):

@@ -77,9 +77,10 @@ def test_the_error_inside_a_property_is_kept():
 def test_a_sessions_attribute_names_its_counterpart():
     session = gt.Fabric(accelerator="cpu")
     with pytest.raises(
-        AttributeError, match=r"'Session' object has no attribute 'logger'\. Write: fabric\.log"
+        AttributeError,
+        match=r"'Session' object has no attribute 'accelerator'\. Write: fabric\.plan",
     ):
-        _ = session.logger
+        _ = session.accelerator
     assert not hasattr(session, "invented")
 
 
@@ -139,7 +140,7 @@ def test_lightnings_name_of_a_strategy_names_its_counterpart(name, fix):
 def test_a_modules_attribute_names_its_counterpart_during_a_run():
     class Logs(Net):
         def training_step(self, batch, batch_idx):
-            self.logger.log_metrics({})
+            self.to_onnx("net.onnx")
 
     class Odd(Net):
         def training_step(self, batch, batch_idx):
@@ -147,7 +148,7 @@ def test_a_modules_attribute_names_its_counterpart_during_a_run():
 
     with pytest.raises(AttributeError) as failed:
         trainer().fit(Logs(), loader())
-    assert "geartrain.Module has no 'logger'. Write: self.log(...)" in "".join(
+    assert "geartrain.Module has no 'to_onnx'. Write: torch.onnx.export" in "".join(
         traceback.format_exception(failed.value)
     )
     with pytest.raises(AttributeError) as failed:

@@ -51,6 +51,34 @@ def test_every_metric_is_kept_with_its_step(tmp_path):
     ]
 
 
+def test_images_histograms_texts_and_tables(tmp_path):
+    class Shows(Net):
+        def on_validation_epoch_end(self):
+            if self.current_epoch == 0:
+                self.log_image("images/cat", torch.tensor([[[0, 255]]], dtype=torch.uint8))
+                self.log_histogram("weights", torch.tensor([0.0, 1.0, 1.0]))
+                self.log_text("said", "<hello>")
+                self.log_table("table", {"name": ["a"], "n": [1]})
+                self.logger.experiment.log({"own": 1.5})
+
+    trainer(offline()).fit(Shows(), loader(), loader())
+    (run,) = recorded(tmp_path)
+    rows = [row for row in run.rows if any(name.endswith("/_type") for name in row)]
+    assert [row["trainer/global_step"] for row in rows] == [4, 4, 4, 4]
+    kinds = {k: v for row in rows for k, v in row.items() if k.endswith("/_type")}
+    assert kinds == {
+        "images/cat/_type": "image-file",
+        "weights/_type": "histogram",
+        "said/_type": "html-file",
+        "table/_type": "table-file",
+    }
+    assert sum(rows[1]["weights/values"]) == 3
+    (files,) = tmp_path.glob("wandb/offline-run-*/files")
+    assert "&lt;hello&gt;" in (files / rows[2]["said/path"]).read_text()
+    assert json.loads((files / rows[3]["table/path"]).read_text())["data"] == [["a", 1]]
+    assert any(row.get("own") == 1.5 for row in run.rows)
+
+
 def test_the_axis_of_the_charts_is_the_optimizer_step(tmp_path):
     trainer(offline()).fit(Net(), loader())
     (run,) = recorded(tmp_path)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from geartrain.loop.ranks import OneRank
     from geartrain.loop.run import Run, World
+    from geartrain.module.media import Media
     from geartrain.module.module import Module
     from geartrain.plan import Layout, Plan, PlanRequest
 
@@ -356,6 +357,17 @@ def log_metrics(run: Run, metrics: Mapping[str, float], step: int) -> None:
     Fired: on rank 0 after each flush of metrics; by plugins that have their own figures; in each
         ``session.log``.
     Arguments: ``metrics`` by name; ``step`` counts optimizer steps.
+    """
+
+
+@every
+def log_media(run: Run, media: Media) -> None:
+    """Write an image, a histogram, a text or a table.
+
+    Fired: on rank 0, at once, by the module's ``log_image``, ``log_figure``, ``log_histogram``,
+        ``log_text`` and ``log_table``.
+    Arguments: ``media`` has ``kind``, ``name``, ``step`` and ``value``, see
+        ``geartrain.plugin_api.Media``; ``media.encoded()`` is the content of a file.
     """
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from geartrain.errors import TrainingError
+from geartrain.module import media
 from geartrain.module.hparams import MadeWith
 from geartrain.module.nested import map_tensors, move
 
@@ -46,7 +47,7 @@ class Module(MadeWith, nn.Module):
     #: Properties that ``torch.jit`` must not compile, and attributes that it must not read.
     __jit_unused_properties__ = (
         *("trainer", "device", "global_step", "current_epoch", "global_rank", "local_rank"),
-        "hparams",
+        *("hparams", "logger", "loggers"),
     )
     __jit_ignored_attributes__ = ("_run", "_trainer", "_hparams")
     #: Set ``False`` on the class or in ``__init__`` if ``training_step`` does backward and steps
@@ -105,6 +106,16 @@ class Module(MadeWith, nn.Module):
     def local_rank(self) -> int:
         """The rank of this process on its node, from 0."""
         return self._run.world.local_rank if self._run else 0
+
+    @property
+    def loggers(self) -> list[Any]:
+        """The trainer's loggers; ``logger.experiment`` is the logger's own object."""
+        return self._trainer.loggers if self._trainer else []
+
+    @property
+    def logger(self) -> Any:
+        """The trainer's first logger, or ``None``."""
+        return next(iter(self.loggers), None)
 
     # --- methods for a step -----------------------------------------------------------------------
 
@@ -175,6 +186,39 @@ class Module(MadeWith, nn.Module):
         items = dictionary.items() if run is None else run.logs.items_of(dictionary)
         for name, value in items:
             self.log(name, value, **options)
+
+    # Each of these gives rank 0's object at once to the loggers and to the folder ``media`` of the
+    # run's folder; other ranks ignore their own. They do nothing in the sanity check. They raise
+    # TrainingError for another object than the one described, and RuntimeError outside a run.
+
+    def log_image(self, name: str, image: Any) -> None:
+        """Log an image, or several in a grid.
+
+        Args:
+            image: a tensor ``[H, W]``, ``[C, H, W]`` or ``[N, C, H, W]``, a NumPy array (channels
+                may be last) or a PIL image; floats from 0 to 1, integers from 0 to 255.
+        """
+        media.log(self._run, "image", name, image)
+
+    def log_figure(self, name: str, figure: Any) -> None:
+        """Log a matplotlib ``Figure`` as an image, and close it."""
+        media.log(self._run, "figure", name, figure)
+
+    def log_histogram(self, name: str, values: Any) -> None:
+        """Log the distribution of a tensor of any shape, or of a list of numbers."""
+        media.log(self._run, "histogram", name, values)
+
+    def log_text(self, name: str, text: str) -> None:
+        """Log a text."""
+        media.log(self._run, "text", name, text)
+
+    def log_table(self, name: str, data: Any, columns: Sequence[str] | None = None) -> None:
+        """Log a table.
+
+        Args:
+            data: rows, with ``columns``; or columns by name: a dict of lists, a pandas DataFrame.
+        """
+        media.log(self._run, "table", name, data, columns)
 
     def all_gather(self, data: Any) -> Any:
         """Gather tensors from every rank. Every rank must call this.

@@ -1,21 +1,24 @@
-"""The rank properties that a Trainer and a Session share."""
+"""The properties that a Trainer and a Session share."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from geartrain.hooks.plugin_info import LoadedPlugin
     from geartrain.launch.cluster import ClusterEnvironment
     from geartrain.loop.run import Run
     from geartrain.plan import Plan
 
 
 class RankProperties:
-    """Rank properties: from the running Run, otherwise from the launcher's environment."""
+    """Ranks are those of the running Run, otherwise of the launcher's environment."""
 
     plan: Plan
     cluster: ClusterEnvironment | None
     _run: Run | None
+    _parts: Sequence[LoadedPlugin]
 
     @property
     def global_rank(self) -> int:
@@ -38,3 +41,14 @@ class RankProperties:
     def is_global_zero(self) -> bool:
         """True on rank 0."""
         return self.global_rank == 0
+
+    @property
+    def loggers(self) -> list[Any]:
+        """The loggers that have an ``experiment``, their own object: TensorBoard's writer etc."""
+        plugins = (part.plugin for part in self._parts)
+        return [plugin for plugin in plugins if hasattr(type(plugin), "experiment")]
+
+    @property
+    def logger(self) -> Any:
+        """The first of ``loggers``, or ``None``."""
+        return next(iter(self.loggers), None)

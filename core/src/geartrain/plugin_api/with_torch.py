@@ -66,6 +66,12 @@ from geartrain.metrics.store import (
     check_name as check_name,
     scalar as scalar,
 )
+from geartrain.module.media import (
+    Histogram as Histogram,
+    Media as Media,
+    Table as Table,
+    experiment as experiment,
+)
 from geartrain.module.module import overridden as overridden
 from geartrain.module.nested import (
     map_nested as map_nested,

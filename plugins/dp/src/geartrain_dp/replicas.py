@@ -26,6 +26,12 @@ from geartrain_dp.metrics import PartMetrics, refuse_metrics
 from geartrain_dp.split import split
 from geartrain_dp.watch import Watch
 
+_MEDIA = ("log_image", "log_figure", "log_histogram", "log_text", "log_table")
+
+
+def _log_nothing(*_: Any, **__: Any) -> None:
+    """Take the place of ``log_image`` and the like."""
+
 
 class LoadedPlugin(nn.Module):
     """The module that is replicated: its ``forward`` runs a step method on one part of a batch."""
@@ -115,6 +121,8 @@ class Replicas(nn.Module):
             own = copy.copy(self._run)
             own.device = device  # self.device of the replica
             vars(replica.step.module)["_run"] = own
+            if index:  # images and the like are those of the first part
+                vars(replica.step.module).update(dict.fromkeys(_MEDIA, _log_nothing))
             if own.world.size > 1:
                 vars(replica.step.module)["all_gather"] = self._refuse_all_gather
         return replicas

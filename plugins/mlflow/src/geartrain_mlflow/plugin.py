@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from geartrain import UsageError, __version__, hookimpl
+from geartrain.plugin_api import experiment
 from geartrain_mlflow.names import Names
 from geartrain_mlflow.params import params
 from geartrain_mlflow.upload import Upload
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
     from geartrain import Plan, Run
+    from geartrain.plugin_api import Media
 
 _LABEL = "geartrain-mlflow[mlflow]"
 #: Params per call. MLflow takes 100, but at most 1 MB: 20 of the longest have 0.7 MB when escaped.
@@ -73,10 +75,10 @@ class MLflow:
                 f"{_LABEL}: patience={patience!r} is not a number of seconds above 0. "
                 "Fix: leave it out (30.0)"
             )
-        self.experiment, self.run_name, self.tracking_uri = experiment, run_name, tracking_uri
+        self.experiment_name, self.run_name, self.tracking_uri = experiment, run_name, tracking_uri
         self.tags, self.checkpoints, self.patience = dict(tags or {}), checkpoints, patience
         self._upload: Upload | None = None
-        self._names = Names()
+        self._names, self._running = Names(), False
 
     @hookimpl
     def check_plan(self) -> None:
@@ -91,7 +93,7 @@ class MLflow:
 
     @hookimpl
     def on_run_start(self, run: Run) -> None:
-        self._upload, self._names = None, Names()
+        self._upload, self._names, self._running = None, Names(), True
         if run.world.rank != 0 or run.plan.options.fast_dev_run:
             return
         # Not in the thread: a DataLoader worker forked during the import would hang on its lock.
@@ -113,6 +115,31 @@ class MLflow:
             )
 
     @hookimpl
+    def log_media(self, media: Media) -> None:
+        if self._upload is not None:
+            suffix, data = media.encoded()
+            name = f"{self._names[media.name]}/{media.step:08}{suffix}"
+            self._upload.add(media=[(name, data)])
+
+    @property
+    def experiment(self) -> MlflowClient:
+        """The client that writes the run ``run_id``; on other ranks an object that does nothing.
+
+        It waits until MLflow has created the run.
+
+        Raises:
+            TrainingError: no run is under way, or MLflow did not answer within ``patience``.
+        """
+        begun = self._upload and self._upload.begun(self.patience)
+        own: MlflowClient = experiment(begun and begun[0], self._running, _LABEL)
+        return own
+
+    @property
+    def run_id(self) -> str | None:
+        """MLflow's id of the run; ``None`` outside a run and on other ranks. Waits as above."""
+        return None if self._upload is None else self._upload.begun(self.patience)[1]
+
+    @hookimpl
     def on_checkpoint_saved(self, path: Path) -> None:
         if self._upload is not None and self.checkpoints:
             self._upload.add(files=[str(path)])
@@ -127,7 +154,7 @@ class MLflow:
         self._finish("FAILED" if isinstance(error, Exception) else "KILLED")
 
     def _finish(self, status: str) -> None:
-        upload, self._upload = self._upload, None
+        upload, self._upload, self._running = self._upload, None, False
         if upload is not None:
             upload.finish(status, self.patience)
 
@@ -140,7 +167,7 @@ class MLflow:
         client = MlflowClient(self.tracking_uri)
         name = self.run_name or (plan.output.resolve().name if plan.output is not None else None)
         made = client.create_run(
-            _experiment(client, self.experiment),
+            _experiment_id(client, self.experiment_name),
             tags={**_tags(command), **self.tags},
             run_name=name,
         )
@@ -151,7 +178,7 @@ class MLflow:
         return client, run_id
 
 
-def _experiment(client: MlflowClient, name: str | None) -> str:
+def _experiment_id(client: MlflowClient, name: str | None) -> str:
     """Return the id of the experiment with this name; create the experiment if it is missing."""
     from mlflow.exceptions import MlflowException
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from geartrain import TrainingError
@@ -31,7 +33,10 @@ class Upload:
         self._metrics: list[Metric] = []
         #: Files to send; a dict, so that a file saved twice is sent once.
         self._files: dict[str, None] = {}
+        #: Name and content of files that are not on disk.
+        self._media: list[tuple[str, bytes]] = []
         self._status: str | None = None
+        self._begun: tuple[MlflowClient, str] | None = None
         self._abandoned = False
         #: The error that ended the thread early.
         self.error: Exception | None = None
@@ -39,7 +44,27 @@ class Upload:
         self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
         self._thread.start()
 
-    def add(self, metrics: Iterable[Metric] = (), files: Iterable[str] = ()) -> None:
+    def begun(self, patience: float) -> tuple[MlflowClient, str]:
+        """Wait until MLflow has created the run; return the client and the run's id.
+
+        Raises:
+            TrainingError: it took longer than ``patience`` seconds.
+            Exception: the thread's error.
+        """
+        with self._changed:
+            ready = self._changed.wait_for(lambda: self._begun or self.error, patience)
+        self._look()
+        if not ready or self._begun is None:
+            what = f"MLflow has not created the run within {patience:g} s"
+            raise TrainingError(f"{what}. Fix: use a longer patience")
+        return self._begun
+
+    def add(
+        self,
+        metrics: Iterable[Metric] = (),
+        files: Iterable[str] = (),
+        media: Iterable[tuple[str, bytes]] = (),
+    ) -> None:
         """Queue items to send.
 
         Raises:
@@ -49,6 +74,7 @@ class Upload:
         with self._changed:
             self._metrics.extend(metrics)
             self._files.update(dict.fromkeys(files))
+            self._media.extend(media)
             self._changed.notify()
 
     def finish(self, status: str, patience: float) -> None:
@@ -81,17 +107,26 @@ class Upload:
         client = None
         try:
             client, run_id = self._begin()
+            with self._changed:
+                self._begun = client, run_id
+                self._changed.notify_all()
             while not self._abandoned:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._metrics or self._files or self._status)
-                    metrics, files, status = self._metrics, list(self._files), self._status
-                    self._metrics, self._files = [], {}
+                    self._changed.wait_for(
+                        lambda: self._metrics or self._files or self._media or self._status
+                    )
+                    metrics, files, media = self._metrics, list(self._files), self._media
+                    self._metrics, self._files, self._media = [], {}, []
+                    status = self._status
                 self._send(client, run_id, metrics, files)
+                self._send_media(client, run_id, media)
                 if status is not None and not self._abandoned:  # nothing follows
                     client.set_terminated(run_id, status)
                     break
         except Exception as error:
-            self.error = error
+            with self._changed:
+                self.error = error
+                self._changed.notify_all()
         finally:
             _close(client)
 
@@ -109,6 +144,17 @@ class Upload:
                     if os.path.exists(file):
                         raise
                     # A better checkpoint has replaced this one, which is deleted.
+
+    def _send_media(
+        self, client: MlflowClient, run_id: str, media: Iterable[tuple[str, bytes]]
+    ) -> None:
+        for name, data in media:
+            if self._abandoned:
+                return
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(folder) / Path(name).name
+                file.write_bytes(data)
+                client.log_artifact(run_id, str(file), f"media/{Path(name).parent}")
 
 
 def _close(client: Any) -> None:

@@ -113,8 +113,6 @@ INSTEAD = {
 
 #: Members of Lightning's module that geartrain's does not have.
 MEMBERS = {
-    "logger": "self.log(...), or a plugin with a log_metrics hook",
-    "loggers": "self.log(...), or a plugin with a log_metrics hook",
     "freeze": "self.requires_grad_(False); self.eval()",
     "unfreeze": "self.requires_grad_(True); self.train()",
     "to_onnx": "torch.onnx.export(self, ...)",
@@ -162,8 +160,6 @@ OF_TRAINER = {
     "lr_scheduler_configs": "trainer.run.schedulers",
     "log_dir": "trainer.output",
     "default_root_dir": "trainer.output",
-    "logger": "self.log(...), or a plugin with a log_metrics hook",
-    "loggers": "self.log(...), or a plugin with a log_metrics hook",
     "training": "trainer.run.stage == 'train'",
     "validating": "trainer.run.stage == 'validate'",
     "testing": "trainer.run.stage == 'test'",
@@ -225,8 +221,6 @@ OF_TRAINER = {
 OF_FABRIC = {
     "accelerator": "fabric.plan.accelerator.name",
     "strategy": "fabric.plan.strategy.name",
-    "logger": "fabric.log(...), or a plugin with a log_metrics hook; fabric.close() ends it",
-    "loggers": "fabric.log(...), or a plugin with a log_metrics hook; fabric.close() ends it",
     "init_tensor": "torch.tensor(..., device=fabric.device)",
     "init_module": "nothing: a module is made on the CPU, and setup moves it",
     "sharded_model": "nothing: no geartrain strategy shards a model",

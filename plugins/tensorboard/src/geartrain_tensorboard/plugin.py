@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from geartrain import UsageError, hookimpl
-from geartrain.plugin_api import user_path
+from geartrain.plugin_api import experiment, user_path
 from geartrain_tensorboard.graph import trace
 from geartrain_tensorboard.hparams import session_end, session_start
+from geartrain_tensorboard.media import image, markdown
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
     from geartrain import Plan, Run
+    from geartrain.plugin_api import Media
 
 
 class TensorBoard:
@@ -60,6 +62,7 @@ class TensorBoard:
         )
         self.graph, self.flush_seconds = graph, flush_seconds
         self._writer: SummaryWriter | None = None
+        self._running = False
 
     @hookimpl
     def check_plan(self, plan: Plan) -> None:
@@ -80,7 +83,7 @@ class TensorBoard:
     @hookimpl
     def on_run_start(self, run: Run) -> None:
         self._close()
-        base = self._base(run.plan)
+        self._running, base = True, self._base(run.plan)
         if run.world.rank != 0 or base is None or run.plan.options.fast_dev_run:
             return
         from torch.utils.tensorboard import SummaryWriter
@@ -101,6 +104,33 @@ class TensorBoard:
                 self._writer.add_scalar(name, value, step)
 
     @hookimpl
+    def log_media(self, media: Media) -> None:
+        if self._writer is None:
+            return
+        name, value, step = media.name, media.value, media.step
+        if media.kind == "image":
+            self._add(image(media), step)
+        elif media.kind == "histogram":
+            self._writer.add_histogram_raw(
+                name,
+                *(value.edges[0], value.edges[-1], sum(value.counts), value.sum, value.sum_squares),
+                *(value.edges[1:], value.counts, step),
+            )
+        else:
+            self._writer.add_text(name, value if media.kind == "text" else markdown(value), step)
+
+    @property
+    def experiment(self) -> SummaryWriter:
+        """torch's ``SummaryWriter`` of the run; on other ranks an object that does nothing.
+
+        Raises:
+            TrainingError: no run is under way.
+        """
+        label = "geartrain-tensorboard[tensorboard]"
+        own: SummaryWriter = experiment(self._writer, self._running, label)
+        return own
+
+    @hookimpl
     def on_run_end(self, run: Run) -> None:
         self._end(run, succeeded=True)
 
@@ -113,9 +143,9 @@ class TensorBoard:
             return self.folder
         return None if plan.output is None else plan.output / "tensorboard"
 
-    def _add(self, summary: Any) -> None:
+    def _add(self, summary: Any, step: int | None = None) -> None:
         assert self._writer is not None
-        self._writer._get_file_writer().add_summary(summary)  # type: ignore[no-untyped-call]
+        self._writer._get_file_writer().add_summary(summary, step)  # type: ignore[no-untyped-call]
 
     def _add_graph(self, run: Run, writer: SummaryWriter) -> None:
         try:
@@ -135,7 +165,7 @@ class TensorBoard:
             self._close()
 
     def _close(self) -> None:
-        writer, self._writer = self._writer, None
+        writer, self._writer, self._running = self._writer, None, False
         if writer is not None:
             writer.close()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import io
 import os
 import warnings
 from collections.abc import Mapping
@@ -9,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from geartrain import UsageError, hookimpl
-from geartrain.plugin_api import user_path
+from geartrain.plugin_api import experiment, user_path
 from geartrain_wandb import session
 
 if TYPE_CHECKING:
     import wandb
 
     from geartrain import Plan, Run
+    from geartrain.plugin_api import Media
 
 #: The axis of every chart. wandb's own step counts records, so training and validation metrics of
 #: the same optimizer step are both kept.
@@ -91,6 +94,7 @@ class WandB:
         }
         self._checkpoints = checkpoints
         self._run: wandb.Run | None = None
+        self._running = False
         self._borrowed = False
         self._uploaded = 0
 
@@ -105,6 +109,7 @@ class WandB:
 
     @hookimpl
     def on_run_start(self, run: Run) -> None:
+        self._running = True
         if run.world.rank != 0 or run.plan.options.fast_dev_run:
             return
         config, theirs = _config(run), session.existing()
@@ -128,6 +133,33 @@ class WandB:
     def log_metrics(self, run: Run, metrics: Mapping[str, float], step: int) -> None:
         if self._run is not None:
             self._run.log({STEP: step, "epoch": run.epoch, **metrics})
+
+    @hookimpl
+    def log_media(self, run: Run, media: Media) -> None:
+        if self._run is None:
+            return
+        wandb, value = session.load(), media.value
+        if media.kind == "image":
+            import PIL.Image
+
+            own = wandb.Image(PIL.Image.open(io.BytesIO(media.encoded()[1])))
+        elif media.kind == "histogram":
+            own = wandb.Histogram(np_histogram=(value.counts, value.edges))
+        elif media.kind == "table":
+            own = wandb.Table(columns=value.columns, data=value.rows)
+        else:
+            own = wandb.Html(f"<pre>{html.escape(value)}</pre>", inject=False)
+        self._run.log({STEP: media.step, "epoch": run.epoch, media.name: own})
+
+    @property
+    def experiment(self) -> wandb.Run:
+        """wandb's own run; on other ranks an object that does nothing.
+
+        Raises:
+            TrainingError: no run is under way.
+        """
+        own: wandb.Run = experiment(self._run, self._running, session.LABEL)
+        return own
 
     @hookimpl
     def on_checkpoint_saved(self, run: Run, path: Path) -> None:
@@ -161,7 +193,7 @@ class WandB:
 
     def _end(self, outcome: Mapping[str, str]) -> None:
         """End the run, unless it is the script's, even if wandb fails or after an error."""
-        run, self._run = self._run, None
+        run, self._run, self._running = self._run, None, False
         if run is None:
             return
         try:
