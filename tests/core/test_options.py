@@ -1,8 +1,10 @@
 """The Trainer's arguments for the loop: wrong values, and Lightning's old names."""
 
 import inspect
+import json
 import math
 from dataclasses import fields
+from datetime import timedelta
 
 import pytest
 
@@ -77,7 +79,7 @@ def test_limits_are_numbers_of_batches_or_fractions(name):
 def test_val_check_interval_is_a_fraction_or_a_number_of_batches_above_zero():
     for value in (1.0, 0.25, 1, 100):
         assert options(val_check_interval=value).val_check_interval == value
-    for value in (0, -1, 1.5, -0.5, math.nan, True, "1", None):
+    for value in (0, -1, 1.5, -0.5, math.nan, True, "one", None):
         refused("val_check_interval", repr(value), val_check_interval=value)
 
 
@@ -183,6 +185,71 @@ def test_each_stage_has_its_own_limit(stage, name):
 def test_sanity_check_is_limited_by_its_own_steps():
     assert options(num_sanity_val_steps=2, limit_val_batches=9).limit("sanity_check") == 2
     assert options(num_sanity_val_steps=-1).limit("sanity_check") is None
+
+
+@pytest.mark.parametrize("unit", ["epochs", "steps"])
+def test_the_least_is_not_more_than_the_most(unit):
+    assert getattr(options(**{f"min_{unit}": 3, f"max_{unit}": 3}), f"min_{unit}") == 3
+    assert getattr(options(**{f"min_{unit}": 5000, f"max_{unit}": -1}), f"min_{unit}") == 5000
+    refused(f"min_{unit}=4 is more than max_{unit}=3", **{f"min_{unit}": 4, f"max_{unit}": 3})
+    refused(f"min_{unit}=-1", **{f"min_{unit}": -1})
+
+
+def test_the_default_of_max_epochs_counts_too():
+    refused("min_epochs=2000 is more than max_epochs=1000", min_epochs=2000)
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        ("10:00:00:00", 864000),
+        ("00:00:30:00", 1800),
+        (timedelta(minutes=2), 120),
+        ({"minutes": 5, "seconds": 1}, 301),
+    ],
+)
+def test_val_check_interval_may_be_a_time(given, seconds):
+    assert options(val_check_interval=given).val_check_interval == timedelta(seconds=seconds)
+
+
+@pytest.mark.parametrize(("given", "read"), [("2", 2), ("0.5", 0.5), ("1.0", 1.0)])
+def test_text_of_the_command_line_may_be_a_number(given, read):
+    found = options(val_check_interval=given).val_check_interval
+    assert (found, type(found)) == (read, type(read))
+
+
+@pytest.mark.parametrize("given", ["30s", "", "1:00", "00:00:00:00", {"hors": 1}, timedelta(0)])
+def test_a_wrong_time_between_validations_is_refused(given):
+    refused("val_check_interval=", "Fix: ", val_check_interval=given)
+
+
+def test_a_time_in_the_plan_is_text():
+    made = gt.Trainer(devices=1, val_check_interval={"hours": 2}, enable_progress_bar=False)
+    assert json.loads(json.dumps(made.plan.as_dict()))["options"]["val_check_interval"] == "2:00:00"
+
+
+@pytest.mark.parametrize("name", ["limit_train_batches", "limit_val_batches"])
+def test_overfit_batches_excludes_the_limits_of_the_same_batches(name):
+    refused("overfit_batches", name, "Fix: give one", overfit_batches=1, **{name: 2})
+
+
+def test_overfit_batches_limits_training_and_validation():
+    made = options(overfit_batches=2, limit_test_batches=9)
+    stages = ("train", "validate", "test", "predict")
+    assert [made.limit(stage) for stage in stages] == [2, 2, 9, None]
+    assert options(overfit_batches=0.0).limit("train") is None
+    for wrong in (-1, 1.5, True):
+        refused("overfit_batches=", overfit_batches=wrong)
+
+
+def test_fast_dev_run_needs_no_other_limits():
+    made = options(fast_dev_run=2, overfit_batches=1, min_epochs=5, min_steps=9)
+    assert (made.min_epochs, made.min_steps, made.overfit_batches) == (None, None, 0.0)
+
+
+@pytest.mark.parametrize("name", ["inference_mode", "detect_anomaly", "sync_batchnorm"])
+def test_a_switch_is_true_or_false(name):
+    refused(f"{name}='yes'", "True or False", **{name: "yes"})
 
 
 # --- names ----------------------------------------------------------------------------------------

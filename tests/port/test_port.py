@@ -98,8 +98,8 @@ def test_lines_that_cannot_be_ported_are_named(folder, command):
         "print(trainer.log_dir)": ["trainer.output"],
         "print(pl_module.trainer.fit_loop.epoch_loop.batch_idx)": ["trainer.current_epoch"],
         "trainer = Trainer(": [
-            *("gpus=args.gpus", "tpu_cores", "deepspeed", "16-true", "min_epochs"),
-            *("logger=True", "overfit_batches", "ckpt_path=PATH", "invented", "**"),
+            *("gpus=args.gpus", "tpu_cores", "deepspeed", "16-true", "barebones"),
+            *("logger=True", "truncated_bptt_steps", "ckpt_path=PATH", "invented", "**"),
         ],
         "trainer.tune(net)": ["geartrain tune"],
         "pl.utilities.model_summary.summarize(net)": ["docs/from-lightning.md"],

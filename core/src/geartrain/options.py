@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
+from datetime import timedelta
 from typing import Any
 
 from geartrain.errors import UsageError, nearest
@@ -13,18 +15,24 @@ from geartrain.errors.hints import hint
 #: ``max_epochs`` if neither it nor ``max_steps`` is given.
 _MAX_EPOCHS = 1000
 
+#: Types of a time limit.
+Duration = str | float | timedelta | Mapping[str, float]
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """The loop's options, as :class:`geartrain.Trainer` documents them."""
 
     max_epochs: int = _MAX_EPOCHS
+    min_epochs: int | None = None
     max_steps: int = -1
+    min_steps: int | None = None
     limit_train_batches: int | float | None = None
     limit_val_batches: int | float | None = None
     limit_test_batches: int | float | None = None
     limit_predict_batches: int | float | None = None
-    val_check_interval: int | float = 1.0
+    overfit_batches: int | float = 0.0
+    val_check_interval: int | float | timedelta = 1.0
     check_val_every_n_epoch: int | None = 1
     num_sanity_val_steps: int = 2
     accumulate_grad_batches: int = 1
@@ -36,6 +44,9 @@ class Options:
     fast_dev_run: int = 0
     seed: int | None = None
     deterministic: bool | str = False
+    inference_mode: bool = False
+    detect_anomaly: bool = False
+    sync_batchnorm: bool = False
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Options:
@@ -51,6 +62,12 @@ class Options:
                 f"fast_dev_run={batches!r} must be True, False or a number of batches."
             )
         options["fast_dev_run"] = int(batches)
+        limits = {name: options[name] for name in ("limit_train_batches", "limit_val_batches")}
+        given = [name for name, limit in limits.items() if limit is not None]
+        if options["overfit_batches"] and given:
+            what = f"overfit_batches limits the same batches as {' and '.join(given)}"
+            raise UsageError(f"{what}. Fix: give one of them")
+        options["val_check_interval"] = _interval(options["val_check_interval"])
         if batches:
             amounts = (
                 "max_steps",
@@ -62,6 +79,9 @@ class Options:
             options |= dict.fromkeys(amounts, int(batches))
             options |= {
                 "max_epochs": 1,
+                "min_epochs": None,
+                "min_steps": None,
+                "overfit_batches": 0.0,
                 "val_check_interval": 1.0,
                 "check_val_every_n_epoch": 1,
                 "num_sanity_val_steps": 0,
@@ -78,7 +98,9 @@ class Options:
             "limit_predict_batches",
         ):
             _check_limit(name, getattr(self, name))
-        _check_limit("val_check_interval", self.val_check_interval, least=1)
+        _check_limit("overfit_batches", self.overfit_batches)
+        if not isinstance(self.val_check_interval, timedelta):
+            _check_limit("val_check_interval", self.val_check_interval, least=1)
         if not self.val_check_interval:
             raise UsageError(
                 f"val_check_interval={self.val_check_interval!r} never validates. "
@@ -86,6 +108,8 @@ class Options:
             )
         _check_least("max_epochs", self.max_epochs, -1)
         _check_least("max_steps", self.max_steps, -1)
+        _check_least_and_most("epochs", self.min_epochs, self.max_epochs)
+        _check_least_and_most("steps", self.min_steps, self.max_steps)
         _check_least("num_sanity_val_steps", self.num_sanity_val_steps, -1)
         _check_least("accumulate_grad_batches", self.accumulate_grad_batches, 1)
         _check_least("log_every_n_steps", self.log_every_n_steps, 1)
@@ -115,6 +139,9 @@ class Options:
                 raise UsageError(f"seed={self.seed!r} must be below 2**32, which is NumPy's range.")
         if self.deterministic not in (True, False, "warn"):
             raise UsageError(f"deterministic={self.deterministic!r}: it is True, False or 'warn'.")
+        for name in ("inference_mode", "detect_anomaly", "sync_batchnorm"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise UsageError(f"{name}={value!r}: it is True or False.")
 
     def limit(self, stage: str) -> int | float | None:
         """The limit on batches in a stage: a number, a fraction of the loader, or ``None``."""
@@ -127,12 +154,43 @@ class Options:
             "test": self.limit_test_batches,
             "predict": self.limit_predict_batches,
         }
-        return limits[stage]
+        limit = limits[stage]
+        if limit is None and stage in ("train", "validate"):
+            limit = self.overfit_batches or None
+        return limit
 
 
 def _check_least(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UsageError(f"{name}={value!r} must be a whole number, at least {least}.")
+
+
+def _interval(given: Any) -> Any:
+    """Return ``val_check_interval`` with a time as a ``timedelta``, and a number in text read.
+
+    Raises:
+        UsageError: text that is neither.
+    """
+    name = "val_check_interval"
+    if isinstance(given, timedelta | Mapping) or (isinstance(given, str) and ":" in given):
+        return timedelta(seconds=seconds(name, given))
+    try:
+        if isinstance(given, str):
+            return int(given) if given.strip().isdecimal() else float(given)
+    except ValueError:
+        what = f"{name}={given!r} is neither a number nor a time"
+        raise UsageError(f"{what}. Fix: use a number, or 'DD:HH:MM:SS'") from None
+    return given
+
+
+def _check_least_and_most(unit: str, least: Any, most: int) -> None:
+    if least is None:
+        return
+    _check_least(f"min_{unit}", least, 0)
+    if most != -1 and least > most:
+        raise UsageError(
+            f"min_{unit}={least} is more than max_{unit}={most}. Fix: use a larger max_{unit}"
+        )
 
 
 def _check_limit(name: str, value: Any, least: int = 0) -> None:
@@ -153,6 +211,42 @@ def _check_limit(name: str, value: Any, least: int = 0) -> None:
             f"{name}={value!r} must be a number of batches (at least {least}) "
             "or a fraction between 0.0 and 1.0."
         )
+
+
+def seconds(name: str, duration: Duration) -> float:
+    """Return a duration in seconds.
+
+    Args:
+        name: the argument, for errors.
+        duration: ``"DD:HH:MM:SS"``, seconds, a ``timedelta``, or its arguments such as
+            ``{"hours": 2, "minutes": 30}``.
+
+    Raises:
+        UsageError: the duration cannot be read, or is not above 0.
+    """
+    fix = (
+        "Fix: 'DD:HH:MM:SS', seconds, a timedelta, or a mapping such as {'hours': 2, 'minutes': 30}"
+    )
+    try:
+        if isinstance(duration, str):
+            clock = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", duration.strip())
+            days, hours, minutes, rest = (
+                map(int, clock.groups()) if clock else (0, 0, 0, float(duration))
+            )
+            found = ((days * 24 + hours) * 60 + minutes) * 60 + float(rest)
+        elif isinstance(duration, timedelta):
+            found = duration.total_seconds()
+        elif isinstance(duration, Mapping):
+            found = timedelta(**duration).total_seconds()
+        elif isinstance(duration, bool):
+            raise TypeError
+        else:
+            found = float(duration)
+    except (TypeError, ValueError, OverflowError):
+        raise UsageError(f"{name}={duration!r} cannot be read. {fix}") from None
+    if not 0 < found < float("inf"):
+        raise UsageError(f"{name}={duration!r} must be above 0. {fix}")
+    return found
 
 
 def refuse_unknown(of: str, unknown: Iterable[str], function: Callable[..., Any]) -> None:

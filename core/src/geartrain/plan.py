@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from geartrain.errors import UsageError
@@ -98,6 +99,9 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as in ``plan.json`` and ``explain --json``."""
+        options = asdict(self.options)
+        if isinstance(options["val_check_interval"], timedelta):
+            options["val_check_interval"] = str(options["val_check_interval"])
         return {
             "accelerator": self.accelerator.as_dict(),
             "devices": list(self.devices),
@@ -109,7 +113,7 @@ class Plan:
             "plugins": [choice.as_dict() for choice in self.plugins],
             "passed_over": dict(self.passed_over),
             "notes": dict(self.notes),
-            "options": asdict(self.options),
+            "options": options,
             "hyperparameters": dict(self.hyperparameters),
         }
 

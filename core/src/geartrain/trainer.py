@@ -23,6 +23,7 @@ from geartrain.hooks.spelling import warn_of_others
 from geartrain.launch.cluster import detect
 from geartrain.loop.run import Run
 from geartrain.loop.step_forwarder import check_data, check_module
+from geartrain.loop.sync_batchnorm import check_sync_batchnorm
 from geartrain.loop.worker import work
 from geartrain.loop.wrapped_module import as_module
 from geartrain.module.hparams import hyperparameters
@@ -57,13 +58,19 @@ class Trainer(RankProperties):
         block: plugins to exclude: names or ``DISTRIBUTION[name]``.
         output: the run's folder; without it nothing is written.
         max_epochs: epochs to train; -1: no end; default: 1000, or no end with ``max_steps``.
+        min_epochs: epochs to train before ``should_stop`` (early stopping, ``max_time``) ends it.
         max_steps: optimizer steps to train; -1: no end.
+        min_steps: the same in optimizer steps; both are waited for.
         max_time: time to train: ``"DD:HH:MM:SS"``, seconds, a ``timedelta`` or ``{"hours": 2}``.
         limit_train_batches: batches an epoch: a number, or a fraction between 0.0 and 1.0.
         limit_val_batches: the same for each validation loader; 0 turns validation off.
         limit_test_batches: the same for each test loader.
         limit_predict_batches: the same for each loader to predict, of all ranks together.
-        val_check_interval: validate after this fraction of an epoch, or number of batches.
+        overfit_batches: train and validate on the first batches of each loader, in order, the same
+            in each epoch: a number, or a fraction between 0.0 and 1.0.
+        val_check_interval: validate after this fraction of an epoch, or number of batches; or if
+            this time (as for ``max_time``, but no number) has passed since the last validation,
+            at a flush or the end of an epoch.
         check_val_every_n_epoch: validate only every n-th epoch; ``None``:
             ``val_check_interval`` counts batches across epochs.
         num_sanity_val_steps: validation batches to try before training; -1: all.
@@ -76,6 +83,9 @@ class Trainer(RankProperties):
         fast_dev_run: try one batch (or this many) of everything, write nothing.
         seed: seeds Python, NumPy and torch.
         deterministic: use deterministic algorithms; ``"warn"``: warn if an operation has none.
+        inference_mode: evaluate under ``torch.inference_mode()`` instead of ``torch.no_grad()``.
+        detect_anomaly: stop in the backward pass that makes a NaN, and show its forward call; slow.
+        sync_batchnorm: during ``fit`` let BatchNorm layers use the statistics of all ranks.
         accelerator_options: options of the accelerator, by name.
         strategy_options: options of the strategy, by name.
         plugin_options: options of named plugins: ``{"gradient_norm": {"every": 10}}``.
@@ -101,13 +111,17 @@ class Trainer(RankProperties):
         block: Sequence[str] = (),
         output: str | Path | None = None,
         max_epochs: int | None = None,
+        min_epochs: int | None = None,
         max_steps: int = -1,
+        min_steps: int | None = None,
         max_time: str | float | timedelta | Mapping[str, float] | None = None,
         limit_train_batches: int | float | None = None,
         limit_val_batches: int | float | None = None,
         limit_test_batches: int | float | None = None,
         limit_predict_batches: int | float | None = None,
-        val_check_interval: int | float = 1.0,
+        overfit_batches: int | float = 0.0,
+        # str first: the command line would read 10:00:00:00 as a number to the base 60.
+        val_check_interval: str | int | float | timedelta | Mapping[str, float] = 1.0,
         check_val_every_n_epoch: int | None = 1,
         num_sanity_val_steps: int = 2,
         accumulate_grad_batches: int = 1,
@@ -119,6 +133,9 @@ class Trainer(RankProperties):
         fast_dev_run: bool | int = False,
         seed: int | None = None,
         deterministic: bool | str = False,
+        inference_mode: bool = False,
+        detect_anomaly: bool = False,
+        sync_batchnorm: bool = False,
         accelerator_options: Mapping[str, Any] | None = None,
         strategy_options: Mapping[str, Any] | None = None,
         plugin_options: Mapping[str, Mapping[str, Any]] | None = None,
@@ -291,6 +308,7 @@ class Trainer(RankProperties):
             Hooks(self._parts).check_plan(plan=self.plan, module=model)
         self.hooks = self.hooks_for(model, command)
         check_joins(self.plan, self.hooks)
+        check_sync_batchnorm(self.plan, model)
         self.hooks.check_plan(plan=self.plan, module=model)
         return self.plan
 
@@ -338,9 +356,11 @@ class Trainer(RankProperties):
         checkpoint: Any,
         resumes: bool,
     ) -> Any:
+        source = DataSource(given, datamodule)
         size = loader_batch_size(given.get("train"))
         size = getattr(datamodule, "batch_size", None) if size is None else size
         self.check(model, command, size, datamodule, resumes)
+        source.check("train" if command == "fit" else command, model)
         start = Start(find_checkpoint_file(checkpoint, self.hooks, self.output, resumes), resumes)
         self.datamodule = datamodule
         if datamodule is not None:
@@ -350,7 +370,6 @@ class Trainer(RankProperties):
         steps, epochs = (0, 0) if command == "fit" else (self.global_step, self.current_epoch)
         run = self._run = Run(self.plan, hooks, model, self, command, mode)
         run.cluster, run.output, run.step, run.epoch = self.cluster, self.output, steps, epochs
-        source = DataSource(given, datamodule)
         result = hooks.launch(run=run, worker=partial(work, run, source, start))
         owner = hooks.owner("launch")
         whose = owner.label if owner else "geartrain"

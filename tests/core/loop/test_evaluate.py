@@ -1,6 +1,9 @@
 """Validation, test and prediction: their times, their batches and their results."""
 
+from types import SimpleNamespace
+
 import pytest
+import regression
 import torch
 from small_models import (
     EvalNet,
@@ -13,11 +16,14 @@ from small_models import (
     fit,
     loader,
     trainer,
+    weights,
 )
+from threads import on_threads
 from torch import nn
 
 import geartrain as gt
 from geartrain import TrainingError, UsageError, hookimpl
+from geartrain.callbacks import ModelCheckpoint
 
 # --- when -----------------------------------------------------------------------------------------
 
@@ -68,6 +74,74 @@ def test_schedule(options, steps):
     fit(EvalNet(), val=loader(), plugins=[times], **{"max_epochs": 2, **options})
     assert times.steps == steps
     assert set(times.stages) <= {"validate"}
+
+
+@pytest.fixture
+def ticks(monkeypatch):
+    """A plugin with which each training step takes a second, and each validation ten."""
+    clock = SimpleNamespace(now=100.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr("geartrain.loop.fit.time", clock)
+
+    class Ticks:
+        @hookimpl
+        def on_step_end(self):
+            clock.now += 1
+
+        @hookimpl
+        def on_validation_end(self):
+            clock.now += 10
+
+    return Ticks()
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"log_every_n_steps": 1}, [4, 8, 12]),
+        ({"log_every_n_steps": 3}, [6, 12]),  # at a flush
+        ({"log_every_n_steps": 50}, [6, 12]),  # at the end of an epoch
+        ({"log_every_n_steps": 1, "check_val_every_n_epoch": 2}, [7, 11]),
+        ({"log_every_n_steps": 1, "check_val_every_n_epoch": None}, [4, 8, 12]),
+        ({"log_every_n_steps": 1, "val_check_interval": {"seconds": 7}}, [7]),
+        ({"log_every_n_steps": 1, "limit_val_batches": 0}, []),
+        ({"log_every_n_steps": 1, "accumulate_grad_batches": 2}, [4]),
+    ],
+)
+def test_validation_after_a_time(ticks, options, steps):
+    """Two epochs of 6 batches; a validation every 4 seconds."""
+    times, options = Times(), {"val_check_interval": "00:00:00:04", **options}
+    fit(EvalNet(), val=loader(), plugins=[times, ticks], max_epochs=2, **options)
+    assert times.steps == steps
+
+
+def test_a_run_that_resumes_after_a_validation_does_not_repeat_it(ticks, tmp_path):
+    """Its clock starts from scratch: the next validation comes 4 seconds later."""
+    options = {"val_check_interval": "00:00:00:04", "log_every_n_steps": 1, "max_epochs": 2}
+    saves = ModelCheckpoint(dirpath=tmp_path, filename="{step}", save_top_k=-1)
+    fit(EvalNet(), val=loader(), plugins=[ticks, saves], **options)
+    times = Times()
+    one = trainer(plugins=[times, ticks], **options)
+    one.fit(EvalNet(), loader(), loader(), ckpt_path=tmp_path / "step=4.ckpt")
+    assert times.steps == [8, 12]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_the_first_rank_whose_time_is_up_lets_all_validate(late):
+    """For the other rank no second has passed. A rank that validated alone would hang."""
+
+    class Hurries:
+        @hookimpl
+        def on_step_end(self, run):
+            if run.world.rank == late and run.step == 2:
+                run.validated_at -= 3600
+
+    times = Times()
+    one, _ = on_threads(
+        plugins=[Hurries(), times], val_check_interval={"hours": 1}, log_every_n_steps=2
+    )
+    one.fit(regression.Net(), loader(), loader())
+    assert times.steps == [2]  # of rank 0
 
 
 def test_an_interval_longer_than_an_epoch_is_an_error():
@@ -413,14 +487,137 @@ def test_validation_step_without_a_loader_is_no_error():
     ("command", "method"), [("validate", "val"), ("test", "test"), ("predict", "predict")]
 )
 def test_no_loader_is_an_error_that_names_the_method(command, method):
-    with pytest.raises(TrainingError, match=f"{method}_dataloader"):
+    with pytest.raises(UsageError, match=f"{method}_dataloader"):
         getattr(trainer(), command)(EvalNet())
 
 
 @pytest.mark.parametrize(
     ("command", "step"),
-    [("validate", "validation_step"), ("test", "test_step"), ("predict", "predict_step")],
+    [("validate", "validation_step"), ("test", "test_step")],
 )
 def test_no_step_method_is_an_error_that_names_it(command, step):
     with pytest.raises(UsageError, match=f"Net has no {step}"):
         getattr(trainer(), command)(Net(), loader())
+
+
+# --- inference_mode -------------------------------------------------------------------------------
+
+
+class Modes(EvalNet):
+    """Records in each step whether it runs in inference mode."""
+
+    def validation_step(self, batch, batch_idx):
+        self.seen.append(torch.is_inference_mode_enabled())
+        assert not torch.is_grad_enabled()
+
+    test_step = predict_step = validation_step
+
+    def training_step(self, batch, batch_idx):
+        assert not torch.is_inference_mode_enabled()
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("given", [{}, {"inference_mode": False}, {"inference_mode": True}])
+def test_evaluation_is_in_inference_mode_only_if_it_is_chosen(given):
+    net = Modes()
+    one = trainer(num_sanity_val_steps=1, **given)
+    one.fit(net, loader(), loader())
+    for command in (one.validate, one.test, one.predict):
+        command(net, loader())
+    assert set(net.seen) == {given.get("inference_mode", False)}
+
+
+class Keeps(Net):
+    """Keeps a tensor of the first step that needs it, as attention masks are kept."""
+
+    scale = None
+
+    def loss(self, batch):
+        if self.scale is None:
+            self.scale = torch.ones(1, 1) * 2
+        return (super().loss(batch) * self.scale).sum()
+
+    def validation_step(self, batch, batch_idx):
+        self.loss(batch)
+
+
+def test_why_inference_mode_is_not_the_default():
+    fit(Keeps(), val=loader(), num_sanity_val_steps=1)
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+        fit(Keeps(), val=loader(), num_sanity_val_steps=1, inference_mode=True)
+
+
+class Differentiates(Net):
+    """Needs gradients to validate."""
+
+    def validation_step(self, batch, batch_idx):
+        with torch.inference_mode(False), torch.enable_grad():
+            x = batch[0].clone().requires_grad_()
+            gradient = torch.autograd.grad(self(x).sum(), x)[0]
+        self.log("gradient", gradient.norm())
+
+
+@pytest.mark.parametrize("inference_mode", [False, True])
+def test_a_module_may_compute_gradients_in_an_evaluation(inference_mode):
+    one = fit(Differentiates(), val=loader(), inference_mode=inference_mode)
+    assert one.callback_metrics["gradient"] > 0
+
+
+@pytest.mark.parametrize("plugins", [["ema"], ["norms"]])
+def test_plugins_that_change_weights_around_an_evaluation(plugins):
+    options = {"val": loader(), "max_epochs": 2, "plugins": plugins}
+    plain, inference = Logging(), Logging()
+    inference.load_state_dict(plain.state_dict())
+    fit(plain, **options)
+    fit(inference, inference_mode=True, **options)
+    assert_equal(plain, weights(inference))
+
+
+# --- the default predict_step ---------------------------------------------------------------------
+
+
+def test_without_a_predict_step_predict_calls_the_module_with_the_batch():
+    net = Net()
+    batches = [batch[0] for batch in loader()]
+    outputs = trainer().predict(net, batches)
+    with torch.no_grad():
+        assert all(map(torch.equal, outputs, [net(batch) for batch in batches]))
+    assert len(trainer().predict(net, [loader_of(batches), loader_of(batches)])) == 2
+
+
+def loader_of(batches):
+    return torch.utils.data.DataLoader(torch.cat(batches), batch_size=4)
+
+
+def test_a_batch_with_targets_explains_the_default():
+    with pytest.raises(TypeError) as caught:
+        trainer().predict(Net(), loader())
+    fix = "Fix: def predict_step(self, batch, batch_idx): return self(batch[0])"
+    assert f"Net has no predict_step, so its forward got the whole batch, a list of 2. {fix}" in (
+        " ".join(caught.value.__notes__)
+    )
+
+
+def test_predict_needs_a_predict_step_or_a_forward_before_anything_starts():
+    class Neither(gt.Module):
+        def training_step(self, batch, batch_idx): ...
+
+    one = trainer()
+    with pytest.raises(UsageError, match="Neither has neither predict_step nor forward"):
+        one.predict(Neither(), loader())
+    with pytest.raises(UsageError, match="Neither has neither"):
+        one.check(Neither, "predict")
+
+
+def test_an_own_predict_step_needs_no_forward_and_may_call_the_default():
+    class Own(gt.Module):
+        def predict_step(self, batch):
+            return batch[0]
+
+    assert len(trainer().predict(Own(), loader())) == 6
+
+    class Calls(Net):
+        def predict_step(self, batch, batch_idx):
+            return super().predict_step(batch[0], batch_idx)
+
+    assert trainer().predict(Calls(), loader())[0].shape == (4, 1)

@@ -143,6 +143,136 @@ def test_a_second_fit_forgets_that_the_first_should_stop():
     assert one.global_step == 6
 
 
+@pytest.mark.filterwarnings("ignore:should_stop waits")
+@pytest.mark.parametrize(
+    ("least", "stops_after"),
+    [
+        ({"min_epochs": 3}, 18),
+        ({"min_steps": 9}, 9),
+        ({"min_steps": 18, "min_epochs": 2}, 18),
+        ({"min_steps": 8, "min_epochs": 2}, 12),
+        ({"min_epochs": 1}, 6),
+        ({"min_epochs": 0, "min_steps": 0}, 2),
+        ({"min_steps": 20, "max_epochs": 2}, 12),
+        ({"min_epochs": 2, "max_steps": 7}, 7),
+        ({"min_steps": 4, "accumulate_grad_batches": 2}, 4),
+    ],
+)
+def test_should_stop_waits_for_the_least_training(least, stops_after):
+    """Epochs have 6 batches. The stop is requested in step 2, and each step flushes."""
+    options = {"max_epochs": 9, **least}
+    assert fit(plugins=[Stopper(2)], log_every_n_steps=1, **options).global_step == stops_after
+
+
+def test_waiting_is_a_warning():
+    with pytest.warns(UserWarning, match="should_stop waits for min_epochs=0 and min_steps=4"):
+        fit(plugins=[Stopper(2)], log_every_n_steps=1, max_epochs=9, min_steps=4)
+
+
+@pytest.mark.filterwarnings("ignore:should_stop waits")
+def test_a_resumed_run_waits_for_the_same_training(tmp_path):
+    fit(output=tmp_path / "run", max_epochs=1)
+    one = trainer(plugins=[Stopper(7)], log_every_n_steps=1, max_epochs=9, min_steps=10)
+    one.fit(Net(), loader(), ckpt_path=tmp_path / "run" / "last.ckpt")
+    assert one.global_step == 10
+
+
+# --- overfit_batches ------------------------------------------------------------------------------
+
+
+class Seen(EvalNet):
+    """Records the first number of each batch: of training, and of validation."""
+
+    def __init__(self):
+        super().__init__()
+        self.trained, self.validated = [], []
+
+    def training_step(self, batch, batch_idx):
+        self.trained.append(batch[0][0, 0].item())
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.validated.append(batch[0][0, 0].item())
+
+
+@pytest.mark.filterwarnings("ignore:overfit_batches turns off")
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 1, "persistent_workers": True}])
+@pytest.mark.parametrize("amount", [2, 0.34])
+def test_overfit_batches_repeats_the_first_batches_in_order(amount, workers):
+    net, first = Seen(), [batch[0][0, 0].item() for batch in loader()][:2]
+    shuffled = loader(shuffle=True, **workers)
+    fit(net, shuffled, loader(shuffle=True), overfit_batches=amount, max_epochs=3)
+    assert net.trained == net.validated == first * 3
+    assert isinstance(shuffled.sampler, torch.utils.data.RandomSampler)
+
+
+def test_overfit_batches_says_that_it_turns_shuffling_off():
+    with pytest.warns(UserWarning, match="turns off the shuffling of the train loader") as caught:
+        fit(EvalNet(), loader(shuffle=True), loader(), overfit_batches=1)
+    assert len([one for one in caught if "shuffling" in str(one.message)]) == 1
+
+
+def test_a_loader_in_order_needs_no_warning(recwarn):
+    fit(EvalNet(), loader(), loader(), overfit_batches=1)
+    fit(EvalNet(), list(loader()), Stream(loader()), overfit_batches=1)
+    assert not [one for one in recwarn if "overfit" in str(one.message)]
+
+
+def test_samplers_of_torch_lose_their_shuffling_and_others_keep_their_order():
+    own = torch.utils.data.SubsetRandomSampler([9, 5, 7, 1])
+    net = Seen()
+    with pytest.warns(UserWarning, match="turns off"):
+        fit(net, loader(sampler=own), overfit_batches=1, max_epochs=3)
+    assert net.trained == [samples()[9][0][0].item()] * 3
+
+    class Backwards(torch.utils.data.Sampler):
+        def __iter__(self):
+            return iter(range(23, -1, -1))
+
+        def __len__(self):
+            return 24
+
+    net = Seen()
+    with pytest.warns(UserWarning, match="keeps the order of Backwards"):
+        fit(net, loader(sampler=Backwards()), overfit_batches=1)
+    assert net.trained == [samples()[23][0][0].item()]
+
+
+def test_an_iterator_cannot_repeat_its_batches():
+    with pytest.raises(UsageError, match=r"the train loader is an iterator\. Fix: "):
+        fit(train=iter(loader()), overfit_batches=1)
+
+
+# --- detect_anomaly -------------------------------------------------------------------------------
+
+
+class NaN(Net):
+    def training_step(self, batch, batch_idx):
+        return torch.sqrt(self.loss(batch) * 0 - 1)
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in")
+def test_detect_anomaly_stops_in_the_backward_that_makes_a_nan():
+    fit(NaN())
+    with (
+        pytest.warns(UserWarning, match="slower"),
+        pytest.raises(RuntimeError, match="Function 'SqrtBackward0' returned nan"),
+    ):
+        fit(NaN(), detect_anomaly=True)
+    assert not torch.is_anomaly_enabled()
+
+
+def test_without_detect_anomaly_the_users_setting_stays():
+    class Looks(Net):
+        def training_step(self, batch, batch_idx):
+            assert torch.is_anomaly_enabled()
+            return super().training_step(batch, batch_idx)
+
+    with torch.autograd.set_detect_anomaly(True):
+        fit(Looks())
+        assert torch.is_anomaly_enabled()
+
+
 # --- loaders without length -----------------------------------------------------------------------
 
 
@@ -180,7 +310,7 @@ def test_an_empty_loader_is_an_error(empty):
 
 
 def test_no_loader_is_an_error_that_names_the_method():
-    with pytest.raises(TrainingError, match="train_dataloader"):
+    with pytest.raises(UsageError, match="train_dataloader"):
         trainer().fit(Net())
 
 

@@ -38,7 +38,7 @@ class Everywhere(Net):
         self.log("val", float(batch_idx))
 
     def on_train_epoch_end(self):
-        self.log("epoch", 7.0)
+        self.log("train_epoch", 7.0)
 
     def on_validation_epoch_end(self):
         self.log("val_epoch", 8.0)
@@ -88,7 +88,7 @@ def test_defaults_of_on_step_and_on_epoch():
     """Steps log their newest value in training; everything else logs an epoch's mean."""
     lines = Loggers()
     one = fit(Everywhere(), val=loader(), plugins=[lines], log_every_n_steps=4)
-    assert one.callback_metrics == {"train": 5.0, "val": 2.5, "epoch": 7.0, "val_epoch": 8.0}
+    assert one.callback_metrics == {"train": 5.0, "val": 2.5, "train_epoch": 7.0, "val_epoch": 8.0}
     assert lines.lines[0] == (4, {"train": 3.0})
     assert {step for step, _ in lines.lines[1:]} == {6}
     assert ChainMap(*(metrics for _, metrics in lines.lines[1:])) == one.callback_metrics
@@ -120,9 +120,9 @@ def test_names_in_validation(options, expected):
 )
 def test_log_every_n_steps(every, steps):
     lines = Loggers()
-    net = Logging(lambda self, batch, _: self.log("step", float(self.global_step + 1)))
+    net = Logging(lambda self, batch, _: self.log("steps", float(self.global_step + 1)))
     fit(net, loader(28), plugins=[lines], log_every_n_steps=every)
-    assert lines.lines == [(step, {"step": float(step)}) for step in steps]
+    assert lines.lines == [(step, {"steps": float(step)}) for step in steps]
 
 
 def test_steps_are_counted_across_epochs():
@@ -140,11 +140,11 @@ def test_each_epoch_starts_from_nothing():
     lines = Loggers()
     net = Logging(
         lambda self, batch, _: self.log(
-            "epoch", float(self.current_epoch), on_step=False, on_epoch=True, reduce_fx="sum"
+            "epochs", float(self.current_epoch), on_step=False, on_epoch=True, reduce_fx="sum"
         )
     )
     fit(net, plugins=[lines], max_epochs=3)
-    assert [metrics["epoch"] for _, metrics in lines.lines] == [0.0, 6.0, 12.0]
+    assert [metrics["epochs"] for _, metrics in lines.lines] == [0.0, 6.0, 12.0]
 
 
 def test_a_hook_of_a_plugin_may_log():
@@ -545,3 +545,9 @@ def test_values_logged_before_the_first_epoch_belong_to_it():
     net = Net()
     net.on_train_start = lambda: net.log("early", 3.0)
     assert fit(net).callback_metrics["early"] == 3.0
+
+
+@pytest.mark.parametrize("name", ["step", "epoch", "stage"])
+def test_names_of_each_line_are_refused(name):
+    with pytest.raises(TrainingError, match=f"self.log\\('{name}'\\).*Fix: use another name"):
+        fit(Logging(lambda self, *_: self.log(name, 1.0)))

@@ -230,6 +230,22 @@ class DataSource:
         """Return the name of the method that makes a stage's loaders."""
         return _METHODS[stage]
 
+    def missing(self, stage: str) -> UsageError:
+        """Return the error for a stage without loaders."""
+        fix = f"give one, or define {_METHODS[stage]} on the module or a DataModule"
+        return UsageError(f"there is no loader to {stage}. Fix: {fix}")
+
+    def check(self, stage: str, module: Module) -> None:
+        """Refuse a stage of a command if no loaders are given and no method makes them.
+
+        Raises:
+            UsageError: there is no source of loaders.
+        """
+        method, data = _METHODS[stage], self.datamodule
+        makes = (data is not None and overridden(data, method)) or hasattr(module, method)
+        if self.given.get(stage) is None and not makes:
+            raise self.missing(stage)
+
     def loaders(self, stage: str, module: Module) -> list[Iterable[Any]]:
         """Return the loaders of a stage: those given, else the DataModule's, else the module's.
 

@@ -29,8 +29,13 @@ def evaluate(run: Run, stage: str) -> Any:
     """
     prefix, on = _PREFIX.get(stage, stage), run.module_hooks
     before, run.stage = (run.stage, run.dataloader_idx), stage
+    without_gradients = torch.inference_mode if run.plan.options.inference_mode else torch.no_grad
     try:
-        with _eval_mode(run.module), torch.no_grad(), run.logs.scope(keep=stage != "sanity_check"):
+        with (
+            _eval_mode(run.module),
+            without_gradients(),
+            run.logs.scope(keep=stage != "sanity_check"),
+        ):
             run.ranks.broadcast_buffers(run)
             run.hooks.on_validation_start(run=run)
             getattr(on, f"on_{prefix}_start")()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -152,7 +154,7 @@ def end_of_epoch(run: Run) -> Exception:
 
 
 def fit(run: Run) -> None:
-    """Train until ``max_epochs``, ``max_steps`` or ``should_stop``."""
+    """Train until ``max_epochs``, ``max_steps`` or, after the minima, ``should_stop``."""
     on, options = run.module_hooks, run.plan.options
     on.on_fit_start()
     if run.resumed is None and run.stages["validate"].loaders and options.num_sanity_val_steps:
@@ -160,8 +162,11 @@ def fit(run: Run) -> None:
         evaluate(run, "sanity_check")
         on.on_sanity_check_end()
     on.on_train_start()
+    run.validated_at = time.monotonic()
     first, untrained = run.epoch, _versions(run)
-    while run.epoch != options.max_epochs and run.step != options.max_steps and not run.logs.stop:
+    while run.epoch != options.max_epochs and run.step != options.max_steps:
+        if run.logs.stop and _may_stop(run):
+            break
         train_epoch(run)
         if run.epoch == first:
             _warn_if_untrained(run, untrained)
@@ -242,17 +247,34 @@ def _finish_step(run: Run, taken: int, every: int | None) -> bool:
         every: the batches between validations; ``None`` if none is due inside the epoch.
     """
     options = run.plan.options
+    flushes = run.step % options.log_every_n_steps == 0
     done = run.batch_idx + (run.batches_seen if options.check_val_every_n_epoch is None else 0)
     validates = every is not None and done // every > (done - taken) // every
+    if flushes and _validation_time_is_up(run):
+        validates = True
     if validates:
         if run.batch_idx == run.stages["train"].batches[0]:
             _step_epoch_schedules(run)
         _validate(run)
     if run.schedulers:
         step_plateaus(run, "validation" if validates else "")
-    if run.step % options.log_every_n_steps == 0:
+    if flushes:
         run.logs.flush()  # the CPU waits for the GPU here
-    return run.logs.stop or run.step == options.max_steps
+    return run.step == options.max_steps or (run.logs.stop and _may_stop(run))
+
+
+def _may_stop(run: Run) -> bool:
+    """True if ``min_epochs`` and ``min_steps`` are reached; otherwise warn that training continues.
+
+    Every rank has the same counts, and so the same answer.
+    """
+    epochs, steps = run.plan.options.min_epochs or 0, run.plan.options.min_steps or 0
+    if run.epoch >= epochs and run.step >= steps:
+        return True
+    if run.world.rank == 0:  # Python shows it once
+        what = f"should_stop waits for min_epochs={epochs} and min_steps={steps}"
+        warnings.warn(what, stacklevel=2)
+    return False
 
 
 def _step_epoch_schedules(run: Run) -> None:
@@ -265,6 +287,7 @@ def _validate(run: Run) -> None:
     resumed = run.resumed
     if resumed is None or not resumed.validated or resumed.batch_idx != run.batch_idx:
         evaluate(run, "validate")
+    run.validated_at = time.monotonic()
 
 
 def _versions(run: Run) -> list[int]:
@@ -293,9 +316,25 @@ def _warn_if_untrained(run: Run, versions: list[int]) -> None:
 
 
 def _validates_after_epoch(run: Run) -> bool:
-    """True if validation comes after this epoch: ``val_check_interval`` is the whole of it."""
+    """True if validation comes after this epoch: it is the whole interval, or its time is up."""
     interval = run.plan.options.val_check_interval
+    if isinstance(interval, timedelta):
+        return _validation_time_is_up(run)
     return isinstance(interval, float) and interval == 1.0 and _epoch_is_due(run)
+
+
+def _validation_time_is_up(run: Run) -> bool:
+    """True on every rank if ``val_check_interval`` is a time and has passed on one of them.
+
+    Every rank calls it in the same place. A run that resumes after such a validation knows it.
+    """
+    interval, resumed = run.plan.options.val_check_interval, run.resumed
+    if not isinstance(interval, timedelta) or not _epoch_is_due(run):
+        return False
+    if resumed is not None and resumed.validated and resumed.batch_idx == run.batch_idx:
+        return True
+    up = time.monotonic() - run.validated_at >= interval.total_seconds()
+    return bool(run.hooks.log_sync(run=run, values=torch.tensor([up], dtype=torch.float64)).any())
 
 
 def _epoch_is_due(run: Run) -> bool:
@@ -310,7 +349,7 @@ def _validation_interval(run: Run) -> int | None:
         UsageError: an interval that no epoch reaches, or a fraction of a loader without length.
     """
     interval, total = run.plan.options.val_check_interval, run.stages["train"].batches[0]
-    if not _epoch_is_due(run) or _validates_after_epoch(run):
+    if isinstance(interval, timedelta) or not _epoch_is_due(run) or _validates_after_epoch(run):
         return None
     if isinstance(interval, float):
         if total is None:

@@ -121,6 +121,8 @@ class Run:
     batch_idx: int = 0
     #: Batches done in earlier epochs.
     batches_seen: int = 0
+    #: ``time.monotonic()`` after the last validation of this ``fit``, or when training began.
+    validated_at: float = 0.0
     #: The index of the loader that is iterated.
     dataloader_idx: int = 0
     #: The batch of the running step method; ``None`` between batches.

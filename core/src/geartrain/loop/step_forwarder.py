@@ -168,6 +168,11 @@ def check_module(module: Any, command: str) -> None:
     step = STEPS[("fit", "validate", "test", "predict").index(command)]
     if not callable(getattr(module, step, None)):
         raise UsageError(f"{cls.__name__} has no {step}, which {command} needs. Fix: define it")
+    forward = getattr(module, "forward", None)
+    unwritten = getattr(forward, "__func__", forward) is nn.Module.forward
+    if step == "predict_step" and unwritten and not overridden(module, step):
+        what = f"{cls.__name__} has neither predict_step nor forward, which predict needs"
+        raise UsageError(f"{what}. Fix: define one of them")
     makes_optimizers = getattr(cls, "configure_optimizers", None)
     if command == "fit" and makes_optimizers is Module.configure_optimizers:
         fix = "return an optimizer from it, or None to step nothing"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
+
+import torch
 
 from geartrain.checkpoint.checkpoints import Start, load
 from geartrain.data.loaders import (
@@ -20,7 +22,7 @@ from geartrain.data.loaders import (
     loader_batch_size,
 )
 from geartrain.data.seeding import determinism, seed_everything
-from geartrain.data.sharding import batches_in_turn, has_no_own_samples
+from geartrain.data.sharding import batches_in_turn, has_no_own_samples, in_fixed_order
 from geartrain.errors import TrainingError, UsageError
 from geartrain.errors.hints import write_instead
 from geartrain.launch.forks import share_temporary_folder
@@ -29,6 +31,7 @@ from geartrain.loop.fit import fit
 from geartrain.loop.optimizers import needs_closure, read_optimizers
 from geartrain.loop.run import Run, Stage, World
 from geartrain.loop.step_forwarder import ModuleHooks, StepForwarder, check_loader_count
+from geartrain.loop.sync_batchnorm import synchronize
 from geartrain.metrics.objects import warn_of_unknown
 from geartrain.metrics.store import MetricStore
 from geartrain.module.module import DataModule, Module
@@ -62,6 +65,8 @@ def work(run: Run, source: DataSource, start: Start, local_rank: int) -> Any:
         # Only the name: nodes may keep their copies in different folders.
         run.ranks.check(run, None if file is None else file.name)
         _set_up_loaders(run, source)
+        if options.sync_batchnorm and run.command == "fit" and run.world.size > 1:
+            undo.append(synchronize(run))
         _set_up_model(run, start)
         if options.seed is not None and run.world.rank:  # the same weights, but other dropout
             seed_everything(options.seed + run.world.rank)
@@ -69,7 +74,8 @@ def work(run: Run, source: DataSource, start: Start, local_rank: int) -> Any:
         run.hooks.on_run_start(run=run)
         result = None
         if run.command == "fit":
-            fit(run)
+            with _anomalies_detected(run) if options.detect_anomaly else nullcontext():
+                fit(run)
         else:
             result = evaluate(run, run.command)
         run.hooks.on_run_end(run=run)
@@ -134,10 +140,11 @@ def _set_up_loaders(run: Run, source: DataSource) -> None:
             name = "val" if stage == "validate" else stage
             raise UsageError(f"limit_{name}_batches=0 leaves nothing to {stage}.")
         if not loaders and not is_optional:
-            fix = f"give one, or define {source.method(stage)} on the module or a DataModule"
-            raise TrainingError(f"there is no loader to {stage}. Fix: {fix}")
+            raise source.missing(stage)
         if loaders and stage != "train":
             check_loader_count(run.module, stage, len(loaders))
+        if run.plan.options.overfit_batches and stage in ("train", "validate"):
+            loaders = [in_fixed_order(loader, stage, run.world.rank == 0) for loader in loaders]
         shard = partial(run.hooks.shard_dataloader, run=run, stage=stage)
         loaders = [shard(loader=loader) for loader in loaders]
         share_temporary_folder(loaders)
@@ -176,6 +183,16 @@ def _set_up_model(run: Run, start: Start) -> None:
         if not optimizers:
             warnings.warn("configure_optimizers returned None: nothing is stepped", stacklevel=2)
     load(run, start)
+
+
+@contextmanager
+def _anomalies_detected(run: Run) -> Iterator[None]:
+    """Let torch check each backward for NaN, and restore its setting at the end."""
+    if run.world.rank == 0:
+        what = "detect_anomaly=True makes training much slower"
+        warnings.warn(f"{what}. Fix: use it only to look for a NaN", stacklevel=2)
+    with torch.autograd.set_detect_anomaly(True):
+        yield
 
 
 @contextmanager

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from geartrain.loop.run import Run
 
 
+#: Names that a line of metrics.jsonl, or of a logger, has besides the metrics.
+_OF_EACH_LINE = ("step", "epoch", "stage")
+
+
 @dataclass(slots=True)
 class _Metric:
     name: str
@@ -475,13 +479,17 @@ def check_name(name: Any) -> None:
     """Refuse a name that no metric can have.
 
     Raises:
-        TrainingError: it is no string, empty, or has control characters, which a terminal obeys.
+        TrainingError: it is no string, empty, has control characters, which a terminal obeys, or is
+            reserved.
     """
     if not isinstance(name, str) or not name:
         raise TrainingError(f"self.log: a metric's name is a non-empty string, not {name!r}")
     if "\n" in name or printable(name) != name:
         what = f"the metric's name {name!r} has a control character"
         raise TrainingError(f"self.log: {what}. Fix: take it out")
+    if name in _OF_EACH_LINE:
+        what = "each line of metrics has this name for its own value"
+        raise TrainingError(f"self.log({name!r}): {what}. Fix: use another name, as 'my_{name}'")
 
 
 def scalar(name: str, value: Any) -> Any:

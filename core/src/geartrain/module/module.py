@@ -33,7 +33,7 @@ class Module(MadeWith, nn.Module):
     - ``training_step(batch, batch_idx)`` returns the loss (0-d tensor), a dict with it under
       ``"loss"``, or ``None`` to skip the batch.
     - ``validation_step``, ``test_step``, ``predict_step(batch, batch_idx, dataloader_idx)``; you
-      may leave out later arguments.
+      may leave out later arguments. ``predict_step`` by default returns ``self(batch)``.
     - ``training_step_end(outputs)``, ``validation_step_end``, ``test_step_end`` get a list with one
       output for each part of the batch (one part, except under dp) and return the step's output.
     - ``training_epoch_end(outputs)``, ``validation_epoch_end``, ``test_epoch_end`` get every step's
@@ -361,6 +361,25 @@ class Module(MadeWith, nn.Module):
             print(*values, **options)
 
     # --- methods to override ----------------------------------------------------------------------
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Return ``self(batch)``, the whole batch; override it if a batch holds more than inputs.
+
+        Args:
+            args: ``batch``, ``batch_idx`` and, with several loaders, ``dataloader_idx``.
+        """
+        batch = args[0] if args else kwargs["batch"]
+        try:
+            return self(batch)
+        except Exception as error:
+            if isinstance(batch, list | tuple):
+                name, kind = type(self).__name__, type(batch).__name__
+                error.add_note(
+                    f"{name} has no predict_step, so its forward got the whole batch, a {kind} of "
+                    f"{len(batch)}. Fix: def predict_step(self, batch, batch_idx): "
+                    "return self(batch[0])"
+                )
+            raise
 
     def configure_optimizers(self) -> Any:
         """Return an optimizer, a list, two lists (optimizers, schedulers), a dict with

@@ -52,7 +52,7 @@ from geartrain.module.hparams import (
     HyperParameters as HyperParameters,
     hyperparameters as hyperparameters,
 )
-from geartrain.options import Options as Options
+from geartrain.options import Duration as Duration, Options as Options, seconds as seconds
 from geartrain.plan import check_joins as check_joins
 from geartrain.planning.plugin_files import (
     file_plugin as file_plugin,

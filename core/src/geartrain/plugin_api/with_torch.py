@@ -25,6 +25,7 @@ from geartrain.data.sharding import (
     has_no_own_samples as has_no_own_samples,
     samplers as samplers,
     set_epoch as set_epoch,
+    with_samplers as with_samplers,
 )
 from geartrain.launch.forks import (
     call_before_forks as call_before_forks,

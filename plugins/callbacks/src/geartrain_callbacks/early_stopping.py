@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from geartrain import Run, TrainingError, UsageError, hookimpl
 from geartrain_callbacks.monitoring import check_mode, is_better, looks_after_epochs, not_logged
-from geartrain_callbacks.stopping import say, stop_together
+from geartrain_callbacks.stopping import ends, say, stop_together
 
 
 class EarlyStopping:
@@ -127,11 +127,7 @@ class EarlyStopping:
         if reason:
             self._asked, self.reason, self.stopped_epoch = True, reason, run.epoch
             stop_together(run)
-            say(
-                run,
-                f"early_stopping: {reason} Training ends in epoch {run.epoch + 1}, "
-                f"after {run.step} steps.",
-            )
+            say(run, f"early_stopping: {reason} {ends(run)}")
 
     def _missing(self, known: list[str]) -> None:
         text = not_logged("early_stopping", self.monitor, known)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from geartrain import Plan, Run, TrainingError, UsageError, hookimpl
 from geartrain.plugin_api import about_to_step
 from geartrain_callbacks.norms import norms_of
-from geartrain_callbacks.stopping import say, stop_together
+from geartrain_callbacks.stopping import ends, say, stop_together
 
 #: In place of a step number: no bad step so far.
 _NEVER = 2**31 - 1
@@ -171,11 +171,8 @@ class NaNGuard:
                 f"geartrain-callbacks[nan_guard]: {self.reason} "
                 "Fix: lower the learning rate, clip gradients, or look at that batch"
             )
-        say(
-            run,
-            f"nan_guard: {self.reason} Training ends in epoch {run.epoch + 1}, "
-            f"after {run.step} steps.",
-        )
+        if not run.should_stop:  # while training waits for min_epochs, it was said
+            say(run, f"nan_guard: {self.reason} {ends(run)}")
         return True
 
     def _gather_flags(self, run: Run, flag: bool, step: int) -> list[tuple[bool, int]]:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Literal
 
 from geartrain import Run, UsageError, hookimpl
-from geartrain_callbacks.stopping import say, stop_together
-
-#: Types of a time limit.
-Duration = str | float | timedelta | Mapping[str, float]
+from geartrain.plugin_api import Duration, seconds
+from geartrain_callbacks.stopping import ends, say, stop_together
 
 
 class Timer:
@@ -39,7 +35,7 @@ class Timer:
         if interval not in ("step", "epoch"):
             raise UsageError(f"timer: interval={interval!r}. Fix: 'step' or 'epoch'")
         #: The limit in seconds.
-        self.seconds, self.interval = seconds(duration), interval
+        self.seconds, self.interval = seconds("timer: duration", duration), interval
         self._before = 0.0
         self._started: float | None = None
         self._elapsed = 0.0
@@ -96,39 +92,4 @@ class Timer:
     def _say(self, run: Run) -> None:
         if not self._said and self.time_elapsed() >= self.seconds:
             self._said = True
-            say(
-                run,
-                f"timer: {timedelta(seconds=self.seconds)} are over. "
-                f"Training ends in epoch {run.epoch + 1}, after {run.step} steps.",
-            )
-
-
-def seconds(duration: Duration) -> float:
-    """Return a duration in seconds.
-
-    Raises:
-        UsageError: the duration cannot be read, or is not above 0.
-    """
-    fix = (
-        "Fix: 'DD:HH:MM:SS', seconds, a timedelta, or a mapping such as {'hours': 2, 'minutes': 30}"
-    )
-    try:
-        if isinstance(duration, str):
-            clock = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", duration.strip())
-            days, hours, minutes, rest = (
-                map(int, clock.groups()) if clock else (0, 0, 0, float(duration))
-            )
-            found = ((days * 24 + hours) * 60 + minutes) * 60 + float(rest)
-        elif isinstance(duration, timedelta):
-            found = duration.total_seconds()
-        elif isinstance(duration, Mapping):
-            found = timedelta(**duration).total_seconds()
-        elif isinstance(duration, bool):
-            raise TypeError
-        else:
-            found = float(duration)
-    except (TypeError, ValueError, OverflowError):
-        raise UsageError(f"timer: duration={duration!r} cannot be read. {fix}") from None
-    if not 0 < found < float("inf"):
-        raise UsageError(f"timer: duration={duration!r} must be above 0. {fix}")
-    return found
+            say(run, f"timer: {timedelta(seconds=self.seconds)} are over. {ends(run)}")

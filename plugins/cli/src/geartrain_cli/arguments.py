@@ -203,9 +203,19 @@ def _normalise(argv: list[str]) -> list[str]:
     return tokens
 
 
+class _Loader(yaml.SafeLoader):
+    """Reads a time such as 10:00:00:00 as text; YAML 1.1 reads it as a number to the base 60."""
+
+
+_TIME = ("tag:yaml.org,2002:str", re.compile(r"\d+(:\d\d)+"))
+_Loader.yaml_implicit_resolvers = {
+    first: [_TIME, *rules] for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
 def _read_config(path: str) -> dict[str, Any]:
     try:
-        loaded = yaml.safe_load(text := user_path(path, "--config").read_text(encoding="utf-8"))
+        loaded = yaml.load(text := user_path(path, "--config").read_text(encoding="utf-8"), _Loader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageError(f"--config {path}: {error}") from error
     # Without aliases, a file has fewer values than characters.

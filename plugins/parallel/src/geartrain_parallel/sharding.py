@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 import sys
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from geartrain.plugin_api import Shard, length, samplers
+from geartrain.plugin_api import Shard, length, samplers, with_samplers
 
 if TYPE_CHECKING:
     from geartrain import Run
@@ -133,17 +132,10 @@ def shard(run: Run, loader: Iterable[Any], stage: str) -> Iterable[Any]:
         return loader
     even, seed = stage == "train", agree_on_seed(run)
     if batches is None:
-        return _with(loader, StridedShard(loader.sampler, rank, size, even, seed), None)
+        return with_samplers(loader, StridedShard(loader.sampler, rank, size, even, seed), None)
     if type(batches) is BatchSampler and stage != "predict":
         sampler = StridedShard(batches.sampler, rank, size, even, seed)
-        return _with(loader, sampler, BatchSampler(sampler, batches.batch_size, batches.drop_last))
-    return _with(loader, loader.sampler, StridedShard(batches, rank, size, even, seed))
-
-
-def _with(loader: DataLoader[Any], sampler: Any, batch_sampler: Any) -> DataLoader[Any]:
-    """Return a copy of a loader with other samplers; a copy keeps a subclass's attributes."""
-    same = copy.copy(loader)
-    # DataLoader.__setattr__ refuses both, because running workers would not see the change. The
-    # copy has no workers yet.
-    same.__dict__ |= {"sampler": sampler, "batch_sampler": batch_sampler, "_iterator": None}
-    return same
+        return with_samplers(
+            loader, sampler, BatchSampler(sampler, batches.batch_size, batches.drop_last)
+        )
+    return with_samplers(loader, loader.sampler, StridedShard(batches, rank, size, even, seed))

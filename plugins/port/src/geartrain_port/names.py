@@ -204,6 +204,9 @@ OF_TRAINER = {
             "limit_val_batches",
             "limit_test_batches",
             "limit_predict_batches",
+            "min_epochs",
+            "min_steps",
+            "overfit_batches",
             "val_check_interval",
             "check_val_every_n_epoch",
             "log_every_n_steps",
@@ -213,8 +216,6 @@ OF_TRAINER = {
             "fast_dev_run",
         )
     },
-    "min_epochs": "nothing: there is no such argument",
-    "min_steps": "nothing: there is no such argument",
 }
 
 #: Members of Lightning's Fabric that a Session does not have.
@@ -277,7 +278,6 @@ OF_TRAINER_CALL = {
         "geartrain.tuning.Tuner(trainer).scale_batch_size(model), or geartrain tune batch-size"
     ),
     "truncated_bptt_steps": "nothing: split the sequence in training_step",
-    "sync_batchnorm": "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before fit",
     "resume_from_checkpoint": "ckpt_path=PATH of fit",
     "enable_model_summary": "plugins=['model_summary']; without it nothing is printed",
     "weights_summary": "plugins=['model_summary']; without it nothing is printed",
@@ -287,15 +287,8 @@ OF_TRAINER_CALL = {
     "track_grad_norm": "plugins=['norms']",
     "terminate_on_nan": "plugins=['nan_guard']",
     "flush_logs_every_n_steps": "log_every_n_steps=N",
-    "min_epochs": "nothing: train without EarlyStopping, or give it more patience",
-    "min_steps": "nothing: train without EarlyStopping, or give it more patience",
-    "overfit_batches": "limit_train_batches=N and a loader without shuffling",
     "benchmark": "accelerator_options={'cudnn_benchmark': True}",
-    "inference_mode": "nothing: evaluation runs under torch.no_grad()",
     "profiler": "torch.profiler.profile() around fit, or plugins=['throughput']",
-    "detect_anomaly": (
-        "torch.autograd.set_detect_anomaly(True) before fit, or plugins=['nan_guard']"
-    ),
     "barebones": "enable_progress_bar=False: nothing else is on by default",
     "reload_dataloaders_every_n_epochs": (
         "nothing: a loader is made once; make its dataset or sampler change with the epoch"

@@ -24,7 +24,9 @@ def finder(trainer: Trainer, recorder: Any, steps: int, **options: Any) -> Train
     """
     changed: dict[str, Any] = {
         "max_epochs": -1,
+        "min_epochs": None,
         "max_steps": steps,
+        "min_steps": None,
         "limit_val_batches": 0,
         "num_sanity_val_steps": 0,
         "val_check_interval": 1.0,
