@@ -90,8 +90,8 @@ MUTATIONS = [
     Mutation(
         "loop",
         f"{CORE}/loop/fit.py",
-        "if run.step % options.log_every_n_steps == 0:",
-        "if (run.step - 1) % options.log_every_n_steps == 0:",
+        "flushes = run.step % options.log_every_n_steps == 0",
+        "flushes = (run.step - 1) % options.log_every_n_steps == 0",
         "metrics are reported at other steps",
     ),
     Mutation(

@@ -283,7 +283,7 @@ def test_no_data_at_all(command, write):
         ("predict", "predict_dataloader"),
     ):
         done = command(f"{verb} mine.py --output {verb}")
-        assert done.code == 1
+        assert done.code == 2
         assert method in done.err
 
 

@@ -126,6 +126,35 @@ def test_a_run_that_resumes_after_a_validation_does_not_repeat_it(ticks, tmp_pat
     assert times.steps == [8, 12]
 
 
+class Plateau(EvalNet):
+    """Records when its scheduler steps: every third step, after the next validation."""
+
+    def configure_optimizers(self):
+        module, self.steps = self, []
+
+        class Recording(torch.optim.lr_scheduler.ReduceLROnPlateau):
+            def step(self, metrics):
+                module.steps.append(module.global_step)
+
+        optimizer = super().configure_optimizers()
+        when = {"monitor": "val_loss", "interval": "step", "frequency": 3}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": Recording(optimizer), **when},
+        }
+
+
+def test_a_scheduler_that_waits_for_a_validation_is_stepped_after_a_resume(ticks, tmp_path):
+    """The checkpoint is saved at the end of the validation, before the scheduler's step."""
+    options = {"val_check_interval": "00:00:00:04", "log_every_n_steps": 1, "max_epochs": 2}
+    saves = ModelCheckpoint(dirpath=tmp_path, filename="{step}", save_top_k=-1)
+    whole, resumed = Plateau(), Plateau()
+    fit(whole, val=loader(), plugins=[ticks, saves], **options)
+    one = trainer(plugins=[ticks], **options)
+    one.fit(resumed, loader(), loader(), ckpt_path=tmp_path / "step=4.ckpt")
+    assert whole.steps == resumed.steps == [4, 8, 12]
+
+
 @pytest.mark.parametrize("late", [0, 1])
 def test_the_first_rank_whose_time_is_up_lets_all_validate(late):
     """For the other rank no second has passed. A rank that validated alone would hang."""

@@ -250,8 +250,7 @@ def _finish_step(run: Run, taken: int, every: int | None) -> bool:
     flushes = run.step % options.log_every_n_steps == 0
     done = run.batch_idx + (run.batches_seen if options.check_val_every_n_epoch is None else 0)
     validates = every is not None and done // every > (done - taken) // every
-    if flushes and _validation_time_is_up(run):
-        validates = True
+    validates = validates or (flushes and _validation_time_is_up(run))
     if validates:
         if run.batch_idx == run.stages["train"].batches[0]:
             _step_epoch_schedules(run)
@@ -271,9 +270,9 @@ def _may_stop(run: Run) -> bool:
     epochs, steps = run.plan.options.min_epochs or 0, run.plan.options.min_steps or 0
     if run.epoch >= epochs and run.step >= steps:
         return True
-    if run.world.rank == 0:  # Python shows it once
+    if run.world.rank == 0:
         what = f"should_stop waits for min_epochs={epochs} and min_steps={steps}"
-        warnings.warn(what, stacklevel=2)
+        warnings.warn(what, stacklevel=1)  # of this line, so that Python shows it once
     return False
 
 

@@ -488,7 +488,7 @@ def check_name(name: Any) -> None:
         what = f"the metric's name {name!r} has a control character"
         raise TrainingError(f"self.log: {what}. Fix: take it out")
     if name in _OF_EACH_LINE:
-        what = "each line of metrics has this name for its own value"
+        what = f"metrics.jsonl and loggers write the run's own {name} under this name"
         raise TrainingError(f"self.log({name!r}): {what}. Fix: use another name, as 'my_{name}'")
 
 
