@@ -319,3 +319,48 @@ def test_the_docs_list_all_methods_called_and_not_called():
             "\n".join(line.split("|")[1] for line in refused.splitlines() if line.startswith("|")),
         )
     ) == set(NOT_CALLED)
+
+
+# --- self.log -------------------------------------------------------------------------------------
+
+
+class Logs(Callback):
+    """Logs in each hook that a user logs in."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.log("seen", batch_idx, on_step=False, on_epoch=True, reduce_fx="max")
+
+    def on_validation_epoch_end(self, trainer, pl_module):
+        self.log_dict({"a": 1.0, "b": 2.0}, prog_bar=True)
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.log("end", trainer.current_epoch)
+
+
+def test_log_in_a_callback_is_log_of_the_module():
+    one = fit(EvalNet(), val=loader(8), callbacks=[Logs()])
+    metrics = {name: value.item() for name, value in one.callback_metrics.items()}
+    assert metrics.items() >= {"seen": 5, "a": 1, "b": 2, "end": 0}.items()
+    assert one.run.logs.prog_bar == {"a": 1, "b": 2}
+
+
+def test_log_outside_a_run():
+    callback = Logs()
+    fit(EvalNet(), val=loader(8), callbacks=[callback])
+    for log in (lambda: callback.log("late", 1), lambda: callback.log_dict({"late": 1})):
+        with pytest.raises(RuntimeError, match=r"Logs: self\.log\('late'\) works only in hooks"):
+            log()
+    assert pickle.loads(pickle.dumps(callback)).__dict__ == {"_run": None}
+
+
+def test_a_callback_may_have_a_log_of_its_own():
+    class Own(Callback):
+        def __init__(self):
+            self.log = []
+
+        def on_train_start(self, trainer, pl_module):
+            self.log.append("start")
+
+    callback = Own()
+    fit(callbacks=[callback])
+    assert callback.log == ["start"]

@@ -281,12 +281,7 @@ def never(method):
         *(
             (never(method), rf"Never.{method} would never be called.*{instead}")
             for method, instead in {
-                "optimizer_step": "optimizer_step hook",
-                "backward": "backward hook",
-                "configure_gradient_clipping": "clip_gradients",
-                "clip_gradients": "clip_gradients",
-                "optimizer_zero_grad": "on_before_zero_grad",
-                "configure_callbacks": "plugins",
+                "clip_gradients": "configure_gradient_clipping",
                 "predict_epoch_end": "predict",
             }.items()
         ),

@@ -89,7 +89,7 @@ def test_lines_that_cannot_be_ported_are_named(folder, command):
         "def training_step(self, batch, batch_idx, optimizer_idx):": ["manual optimisation"],
         'self.log("loss", batch.sum(), enable_graph=True)': ["enable_graph"],
         "def optimizer_zero_grad(self, epoch, batch_idx, optimizer, optimizer_idx):": [
-            "on_before_zero_grad"
+            "without optimizer_idx"
         ],
         "def transfer_batch_to_device(self, batch, device, dataloader_idx):": [
             "the same method of the module"

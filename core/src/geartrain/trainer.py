@@ -27,12 +27,13 @@ from geartrain.loop.sync_batchnorm import check_sync_batchnorm
 from geartrain.loop.worker import work
 from geartrain.loop.wrapped_module import as_module
 from geartrain.module.hparams import hyperparameters
-from geartrain.module.module import DataModule, Module
+from geartrain.module.module import DataModule, Module, overridden
 from geartrain.options import Options, refuse_unknown
 from geartrain.plan import Plan, check_joins
 from geartrain.planning.components import (
     TrainerArguments,
     build_components,
+    callbacks_of,
     core_parts,
     parts_for,
     reserved_folder,
@@ -291,6 +292,11 @@ class Trainer(RankProperties):
             UsageError: a module or a plan that cannot work.
         """
         check_module(model, command)
+        if isinstance(model, Module) and overridden(model, "configure_callbacks"):
+            kept, added = callbacks_of(self.registry, self._parts, model)
+            self._parts = (*kept, *added)
+            left = [part.info for part in kept if part.info in self.plan.plugins]
+            self.plan = replace(self.plan, plugins=(*left, *(part.info for part in added)))
         if self.is_global_zero:
             name = (model if isinstance(model, type) else type(model)).__name__
             fix = "use a hook of geartrain, or rename it"

@@ -195,11 +195,16 @@ class ScaledPrecision(MixedPrecision):
         run.log(SKIPPED, 0, on_step=False, on_epoch=True, reduce_fx="sum", batch_size=1)
 
     @hookimpl
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, run: Run, loss: torch.Tensor) -> None:
         if self._due:
             self._scaler.update()
             self._due = False
-        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        if run.mode == "session":  # which calls no method of the module
+            self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            return
+        if self._unscaled:
+            self._finish(run)  # the module's optimizer_step skipped the last optimizer
+        run.module.backward(self._scaler.scale(loss))
 
     @hookimpl(wrapper=True)
     def reduce_gradients(self, run: Run) -> Generator[None, None, None]:

@@ -222,6 +222,12 @@ class Hooks:
                 setattr(self, name, _frozen(caller, self.is_single(name)))
         self._frozen = True
 
+    def surround(self, hook: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+        """Let ``answer`` answer a frozen hook of this run; return the caller that it replaces."""
+        caller: Callable[..., Any] = getattr(self, hook)
+        setattr(self, hook, answer)
+        return caller
+
     def blame(self, error: BaseException) -> None:
         """Add a note to ``error`` that names the plugin whose hookimpl raised it.
 

@@ -20,6 +20,10 @@ _STAGES = ("training", "validation", "test")
 _STEPS = frozenset(f"{stage}_step" for stage in (*_STAGES, "predict"))
 #: Methods of a Module, besides its ``on_`` methods.
 MODULE = DATA | _STEPS | {"configure_optimizers", "transfer_batch_to_device"}
+#: Methods of a Module that replace a part of the training step.
+OVERRIDES = frozenset({"backward", "configure_gradient_clipping", "lr_scheduler_step"})
+OVERRIDES |= {"optimizer_step", "optimizer_zero_grad"}
+MODULE |= OVERRIDES | {"configure_callbacks"}
 MODULE |= {f"{stage}_{end}" for stage in _STAGES for end in ("step_end", "epoch_end")}
 #: Methods of a plugin or callback that are no hooks, of any plugin, and of one kind of plugin.
 STATE = frozenset({"state_dict", "load_state_dict"})

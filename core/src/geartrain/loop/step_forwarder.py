@@ -12,7 +12,7 @@ from torch import nn
 
 from geartrain.errors import TrainingError, UsageError
 from geartrain.errors.hints import hint
-from geartrain.hooks.spelling import DATA, MODULE, on_methods, refuse_misspelt
+from geartrain.hooks.spelling import DATA, MODULE, OVERRIDES, on_methods, refuse_misspelt
 from geartrain.module.module import DataModule, Module, overridden
 from geartrain.module.nested import map_tensors
 
@@ -24,9 +24,8 @@ _ON_MODELS = {f"on_{stage}_model_" for stage in ("validation", "test", "predict"
 #: Methods of other frameworks' modules that geartrain would never call. Vocabularies of
 #: ``geartrain.hints`` have the replacements.
 NOT_CALLED = _ON_LOADERS | {
-    *("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "backward", "clip_gradients"),
-    *("configure_callbacks", "configure_sharded_model", "configure_model", "log_grad_norm"),
-    *("configure_gradient_clipping", "on_post_move_to_device", "on_epoch_start", "on_epoch_end"),
+    *("clip_gradients", "configure_sharded_model", "configure_model", "log_grad_norm"),
+    *("on_post_move_to_device", "on_epoch_start", "on_epoch_end"),
     *("on_pretrain_routine_start", "on_pretrain_routine_end", "on_validation_model_zero_grad"),
     *(f"{name}{mode}" for name in _ON_MODELS for mode in ("eval", "train")),
     *("tbptt_split_batch", "predict_step_end", "predict_epoch_end"),
@@ -185,6 +184,10 @@ def check_module(module: Any, command: str) -> None:
     manual = not module.automatic_optimization
     own = {method for method in vars(Module) if manual or not overridden(module, method)}
     _refuse_not_called(cls, "Module", NOT_CALLED - own)
+    for name in sorted(OVERRIDES - {"backward"}):
+        if command == "fit" and manual and overridden(module, name):
+            what = f"{cls.__name__}.{name} would never be called: automatic_optimization is False"
+            raise UsageError(f"{what}. Fix: do it in training_step, and remove the method")
 
 
 #: Arguments that Lightning gives a step, or gave it once -> the replacement.
@@ -209,20 +212,25 @@ def _check_method(module: Module | type[Module], cls: type, name: str) -> None:
             raise UsageError(f"{what}. Fix: define it, or leave it out")
         return
     is_step = name in STEPS
-    if not is_step and (not name.startswith(("on_", "transfer_")) or not overridden(module, name)):
+    called = is_step or name.startswith(("on_", "transfer_")) or name in OVERRIDES
+    if not called or (not is_step and not overridden(module, name)):
         return
     if is_step:
         count = 2 if name == "training_step" else 3
         given, fewest = ["batch", "batch_idx", "dataloader_idx"][:count], 0
     else:
         own = list(inspect.signature(getattr(Module, name)).parameters.values())[1:]
-        given, fewest = [p.name for p in own], sum(p.default is p.empty for p in own)
+        own = [p for p in own if p.kind is p.POSITIONAL_OR_KEYWORD]  # backward has *args
+        given = [p.name for p in own]
+        fewest = len(own) if name in OVERRIDES else sum(p.default is p.empty for p in own)
     parameters = _parameters(module, method)
     for argument, instead in _NOT_GIVEN.items():
         if is_step and any(p.name == argument and p.default is p.empty for p in parameters):
             what = f"{cls.__name__}.{name} takes {argument!r}, which it is not given"
             raise UsageError(f"{what}. Fix: {instead.format(name=name)}")
-    if not any(_binds(parameters, count) for count in range(fewest, len(given) + 1)):
+    # Lightning 1.x's optimizer_step could bind the closure to its optimizer_idx.
+    of_another = name in OVERRIDES and any(p.name == "optimizer_idx" for p in parameters)
+    if of_another or not any(_binds(parameters, n) for n in range(fewest, len(given) + 1)):
         takes, gets = ", ".join(map(str, parameters)), ", ".join(given)
         raise UsageError(
             f"{cls.__name__}.{name} takes ({takes}) and is called with ({gets}). "

@@ -21,6 +21,15 @@ if TYPE_CHECKING:
     from geartrain.trainer import Trainer
 
 
+#: Methods of manual optimisation -> the method of ``run.manual`` that they call.
+_DONE_BY = {
+    "manual_backward": "manual_backward",
+    "clip_gradients": "clip",
+    "toggle_optimizer": "toggle",
+    "untoggle_optimizer": "untoggle",
+}
+
+
 class NotAttached(RuntimeError, AttributeError):
     """``module.trainer`` of a module that no trainer runs or ran."""
 
@@ -287,24 +296,30 @@ class Module(MadeWith, nn.Module):
         self._manual("manual_backward").manual_backward(loss, options)
 
     def clip_gradients(
-        self, optimizer: Optimizer, gradient_clip_val: float, gradient_clip_algorithm: str = "norm"
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
     ) -> torch.Tensor | None:
         """Clip the gradients of one optimizer, averaged over ranks and unscaled.
 
-        Call it after the last ``manual_backward`` before the optimizer's ``step()``.
+        Call it in ``configure_gradient_clipping``; in manual optimisation after the last
+        ``manual_backward`` before the optimizer's ``step()``.
 
         Args:
-            gradient_clip_val: the largest norm or value, above 0.
-            gradient_clip_algorithm: ``"norm"`` or ``"value"``.
+            gradient_clip_val: the largest norm or value, above 0; ``None``: no clipping, only in
+                ``configure_gradient_clipping``.
+            gradient_clip_algorithm: ``"norm"``, the default, or ``"value"``.
 
         Returns:
             The total norm before clipping (0-d, on the device), or ``None`` for ``"value"``.
 
         Raises:
-            TrainingError: optimisation is automatic, or a wrong argument.
+            TrainingError: in automatic optimisation outside ``configure_gradient_clipping``, or a
+                wrong argument.
         """
         norm: torch.Tensor | None = self._manual("clip_gradients").clip(
-            optimizer, gradient_clip_val, gradient_clip_algorithm
+            optimizer, gradient_clip_val, gradient_clip_algorithm or "norm"
         )
         return norm
 
@@ -335,9 +350,14 @@ class Module(MadeWith, nn.Module):
 
     def _manual(self, method: str) -> Any:
         run, name = self._run, type(self).__name__
-        if run is not None and run.manual is not None:  # from on_fit_start on
+        if run is not None and hasattr(run.manual, _DONE_BY[method]):  # from on_fit_start on
             return run.manual
         self._refuse_in_own_loop(method)
+        if self.automatic_optimization and method == "clip_gradients":
+            raise TrainingError(
+                f"{name} calls self.clip_gradients outside configure_gradient_clipping, and its "
+                "automatic_optimization is True. Fix: call it in configure_gradient_clipping"
+            )
         if self.automatic_optimization:
             raise TrainingError(
                 f"{name} calls self.{method}, and its automatic_optimization is True: the loop "
@@ -385,6 +405,73 @@ class Module(MadeWith, nn.Module):
         """Return an optimizer, a list, two lists (optimizers, schedulers), a dict with
         ``"optimizer"`` and ``"lr_scheduler"``, a tuple of such dicts, or ``None``."""
         raise NotImplementedError
+
+    def configure_callbacks(self) -> Any:
+        """Return a callback or a list of them, which this module adds to its trainer's.
+
+        A callback replaces those of the trainer that have its class.
+        """
+        return []
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute the gradients of one micro-batch.
+
+        Args:
+            loss: 0-d; divided by the number of micro-batches and, with 16-mixed, scaled.
+            args: in manual optimisation, those of ``manual_backward``.
+            kwargs: as ``args``.
+        """
+        loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip the gradients of one optimizer, before the step, with :meth:`clip_gradients`.
+
+        Without an override, core clips the parameters of all optimizers together.
+
+        Args:
+            gradient_clip_val: the Trainer's.
+            gradient_clip_algorithm: the Trainer's.
+        """
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Any = None
+    ) -> None:
+        """Step one optimizer with ``optimizer.step(closure=optimizer_closure)``, or skip the step.
+
+        If no optimizer steps, schedulers wait. Every rank must do the same. In this method
+        ``optimizer.step`` calls the hook ``optimizer_step``, thus a gradient scaler.
+
+        Args:
+            epoch: the running epoch, from 0.
+            batch_idx: the index of the step's last batch; of the first if the optimizer needs a
+                closure.
+            optimizer_closure: returns the loss of that batch, detached. Gradients exist already,
+                except for an optimizer that needs a closure, as LBFGS: there it computes them.
+        """
+        optimizer.step(closure=optimizer_closure)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        """Clear the gradients of one optimizer, before the batches of a step.
+
+        Args:
+            epoch: the running epoch, from 0.
+            batch_idx: the index of the step's first batch.
+        """
+        optimizer.zero_grad()
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        """Step one learning-rate scheduler.
+
+        Args:
+            metric: the value that ReduceLROnPlateau monitors; ``None`` for other schedulers.
+        """
+        scheduler.step() if metric is None else scheduler.step(metric)
 
     def transfer_batch_to_device(
         self, batch: Any, device: torch.device, dataloader_idx: int

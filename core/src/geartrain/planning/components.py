@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from geartrain._version import __version__
+from geartrain.builtin import overrides
 from geartrain.builtin.clipping import GradientClipping
 from geartrain.builtin.defaults import Defaults
+from geartrain.builtin.precision import ScaledPrecision
 from geartrain.builtin.run_folder import LastCheckpoint, RunFolder
 from geartrain.errors import UsageError
 from geartrain.errors.known import KNOWN
@@ -22,6 +24,7 @@ from geartrain.hooks.manager import Hooks
 from geartrain.hooks.plugin_info import LoadedPlugin, PluginInfo
 from geartrain.hooks.spelling import warn_of_others
 from geartrain.launch.cluster import ClusterEnvironment, starts_rank_0
+from geartrain.module.module import overridden
 from geartrain.options import Options
 from geartrain.plan import Plan, make_plan
 from geartrain.planning.plugin_files import file_plugin, has_hookimpls, is_file
@@ -181,8 +184,10 @@ def parts_for(
     """
     if command == "fit" and any(type(part.plugin) is RunFolder for part in parts):
         parts = [*parts, _core_part("last_checkpoint", LastCheckpoint(), "output=")]
-    if command != "fit" or module.automatic_optimization:
+    if command != "fit":
         return tuple(parts)
+    if module.automatic_optimization:
+        return _with_overrides(parts, module)
     name, home = "manual_optimisation", KNOWN["plugin", "manual_optimisation"]
     if not any(candidate.name == name for candidate in registry.of("plugin")):
         cls = module if isinstance(module, type) else type(module)
@@ -193,6 +198,20 @@ def parts_for(
     manual = replace(selected, info=replace(selected.info, kind="core"))
     # Last, so that ``run.manual`` exists in every on_run_start.
     return (*manual.plugin.replace_parts(parts), manual)
+
+
+def _with_overrides(parts: Sequence[LoadedPlugin], module: Any) -> tuple[LoadedPlugin, ...]:
+    """Add the methods of the module that replace a part of the training step, as parts of core."""
+    own = {name: part for name, part in overrides.PARTS.items() if overridden(module, name)}
+    if not own:
+        return tuple(parts)
+    if any(isinstance(part.plugin, ScaledPrecision) for part in parts):
+        own.pop("backward", None)  # the precision calls it
+    if "configure_gradient_clipping" in own:  # two parts of core cannot own clip_gradients
+        parts = [part for part in parts if not isinstance(part.plugin, GradientClipping)]
+    cls = (module if isinstance(module, type) else type(module)).__name__
+    added = [_core_part(f"{cls}.{name}", part(), "its module") for name, part in own.items()]
+    return (*parts, *added)
 
 
 def plugin_parts(
@@ -265,6 +284,26 @@ def more_parts(registry: Registry, callbacks: Any, max_time: Any) -> list[Loaded
         options = {"duration": max_time}
         parts.append(registry.select("plugin", "timer", options, f"max_time={max_time!r}"))
     return parts
+
+
+def callbacks_of(
+    registry: Registry, parts: Sequence[LoadedPlugin], module: Any
+) -> tuple[list[LoadedPlugin], list[LoadedPlugin]]:
+    """Return the parts that the callbacks of a module do not replace, and those callbacks.
+
+    Source: as Lightning's ``configure_callbacks``, they replace callbacks of the same class, and
+    stay in the trainer.
+
+    Raises:
+        UsageError: an object is no callback.
+    """
+    added = more_parts(registry, module.configure_callbacks() or (), None)
+    classes = {type(_callback(part)) for part in added}
+    return [part for part in parts if type(_callback(part)) not in classes], added
+
+
+def _callback(part: LoadedPlugin) -> Any:
+    return getattr(part.plugin, "callback", part.plugin)
 
 
 def progress_parts(registry: Registry, extra: Sequence[LoadedPlugin]) -> list[LoadedPlugin]:

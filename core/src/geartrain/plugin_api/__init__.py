@@ -32,6 +32,7 @@ from geartrain.hooks.plugin_info import (
 )
 from geartrain.hooks.spelling import (
     OF_PLUGINS as OF_PLUGINS,
+    OVERRIDES as OVERRIDES,
     STATE as STATE,
     refuse_half_a_state as refuse_half_a_state,
     refuse_misspelt as refuse_misspelt,

@@ -40,6 +40,7 @@ from geartrain.launch.signals import (
 from geartrain.loop.fit import backward as backward, end_of_epoch as end_of_epoch
 from geartrain.loop.optimizers import (
     about_to_step as about_to_step,
+    check_clip as check_clip,
     clip as clip,
     mean_over_ranks as mean_over_ranks,
     needs_closure as needs_closure,

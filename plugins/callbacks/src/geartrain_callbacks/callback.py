@@ -7,7 +7,7 @@ it in front of that hook.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,31 @@ class Callback:
     def as_plugin(self) -> Adapter:
         """Return the plugin that calls this callback; ``Trainer(callbacks=[...])`` asks for it."""
         return Adapter(self)
+
+    #: The running run, from ``setup`` to ``teardown``.
+    _run: Run | None = None
+
+    def log(self, name: str, value: Any, **options: Any) -> None:
+        """Log one number, as :meth:`geartrain.Module.log` with the same options.
+
+        Raises:
+            RuntimeError: outside a run.
+        """
+        if self._run is None:
+            what = f"self.log({name!r}) works only in hooks, from setup to teardown"
+            raise RuntimeError(f"{type(self).__name__}: {what}")
+        self._run.module.log(name, value, **options)
+
+    def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
+        """Log several values with the options of :meth:`log`.
+
+        Args:
+            dictionary: values by name; also a torchmetrics ``MetricCollection``.
+        """
+        if self._run is None:
+            self.log(", ".join(dictionary), None)  # raises
+        else:
+            self._run.module.log_dict(dictionary, **options)
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Called in each process after ``prepare_data``, before ``setup`` of the modules.
@@ -234,7 +259,7 @@ class Callback:
 CALLED = tuple(
     name
     for name, thing in vars(Callback).items()
-    if inspect.isfunction(thing) and name != "as_plugin"
+    if inspect.isfunction(thing) and name not in ("as_plugin", "log", "log_dict")
 )
 
 
@@ -295,7 +320,7 @@ class Adapter:
         return world
 
     def _set_up(self, run: Run) -> None:
-        self._is_set_up = True
+        self._is_set_up, self.callback._run = True, run
         self._call(run, "setup", run.command)
 
     @hookimpl
@@ -315,7 +340,7 @@ class Adapter:
             if self._is_set_up:
                 self._call(run, "teardown", run.command)
         finally:
-            self._is_set_up = False
+            self._is_set_up, self.callback._run = False, None
             yield
 
     def _call(self, run: Run, name: str, *arguments: Any) -> None:

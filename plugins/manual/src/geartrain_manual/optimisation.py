@@ -25,6 +25,7 @@ from geartrain.plugin_api import (
     LoadedPlugin,
     ScaledPrecision,
     backward,
+    check_clip,
     clip,
     end_of_epoch,
     mean_over_ranks,
@@ -124,8 +125,8 @@ class ManualOptimisation:
         return run.step_functions[method](*args)
 
     @hookimpl
-    def backward(self, loss: torch.Tensor) -> None:
-        loss.backward(**self.options)  # type: ignore[no-untyped-call]
+    def backward(self, run: Run, loss: torch.Tensor) -> None:
+        run.module.backward(loss, **self.options)
 
     @hookimpl
     def clip_gradients(self, run: Run) -> torch.Tensor | None:
@@ -190,16 +191,7 @@ class ManualOptimisation:
     # --- clipping and steps -----------------------------------------------------------------------
 
     def clip(self, optimizer: Optimizer, limit: float, algorithm: str) -> torch.Tensor | None:
-        if (
-            algorithm not in ("norm", "value")
-            or isinstance(limit, bool)
-            or not isinstance(limit, int | float)
-            or limit <= 0
-        ):
-            raise TrainingError(
-                f"self.clip_gradients: {limit!r}, {algorithm!r}. "
-                "Fix: give a number above 0, and 'norm' or 'value'"
-            )
+        check_clip(limit, algorithm)
         self._limit = (float(limit), algorithm)
         try:
             return self._show(self._known(optimizer))

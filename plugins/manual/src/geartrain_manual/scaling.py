@@ -48,13 +48,13 @@ class ManuallyScaledPrecision(ScaledPrecision):
         run.manual.on_cleared = self._forget
 
     @hookimpl
-    def backward(self, run: Run, loss: torch.Tensor) -> None:  # type: ignore[override]  # a hook
+    def backward(self, run: Run, loss: torch.Tensor) -> None:
         if run.step != self._batch:
             self._adjust(run)
         for optimizer in [o for o in self._now if all(p.grad is None for p in parameters_of([o]))]:
             self._forget(optimizer)  # cleared without its zero_grad
         before = {optimizer: gradients_now(parameters_of([optimizer])) for optimizer in self._now}
-        (loss * self._scale).backward(**run.manual.options)  # type: ignore[no-untyped-call]
+        run.module.backward(loss * self._scale, **run.manual.options)
         for optimizer, was in before.items():
             if any(changed_since(parameters_of([optimizer]), was)):
                 # An error only if the optimizer steps: another loss may add to these gradients.

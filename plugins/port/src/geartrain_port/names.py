@@ -355,13 +355,7 @@ OF_OTHERS = {
 
 #: Methods of Lightning's module that geartrain never calls.
 NOT_CALLED = {
-    "optimizer_step": "a plugin's optimizer_step hook",
-    "optimizer_zero_grad": "on_before_zero_grad",
-    "lr_scheduler_step": "a plugin's on_step_end hook",
-    "backward": "a plugin's backward hook",
-    "configure_gradient_clipping": "a plugin's clip_gradients hook",
-    "clip_gradients": "a plugin's clip_gradients hook",
-    "configure_callbacks": "Trainer(plugins=[...])",
+    "clip_gradients": "configure_gradient_clipping",
     "configure_sharded_model": "__init__",
     "configure_model": "__init__",
     "on_train_dataloader": "train_dataloader",

@@ -14,6 +14,7 @@ from libcst.metadata import (
 )
 
 from geartrain.callbacks import NOT_CALLED as NOT_CALLED_OF_CALLBACK
+from geartrain.plugin_api import OVERRIDES
 from geartrain_port import names
 from geartrain_port.result import Todo
 
@@ -197,6 +198,11 @@ class Survey(cst.CSTVisitor):
                     f"{node.name.value}.training_step(optimizer_idx)",
                     "manual optimisation: self.optimizers()",
                 )
+            elif (
+                kind == "Module" and name in OVERRIDES and "optimizer_idx" in _parameters(statement)
+            ):
+                what = f"{node.name.value}.{name}(optimizer_idx)"
+                self.say(statement, what, "the method without optimizer_idx, as in Lightning 2")
 
     def leave_ClassDef(self, original_node: cst.ClassDef) -> None:
         self._class.pop()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from geartrain import Module, UsageError
-from geartrain.plugin_api import hyperparameters, map_tensors, overridden
+from geartrain.plugin_api import OVERRIDES, hyperparameters, map_tensors, overridden
 
 if TYPE_CHECKING:
     from geartrain import Run
@@ -210,7 +210,8 @@ def attach(run: Run, models: Sequence[SessionModel]) -> None:
         names = [
             name
             for name in dir(Module)
-            if name.startswith(("on_", "transfer_")) and overridden(module, name)
+            if (name.startswith(("on_", "transfer_")) or name in OVERRIDES)
+            and overridden(module, name)
         ]
         if names:
             warnings.warn(
