@@ -56,9 +56,9 @@ def test_a_trainers_attribute_names_its_counterpart():
     one = trainer()
     with pytest.raises(
         AttributeError,
-        match=r"'Trainer' object has no attribute 'log_dir'\. Write: trainer\.output$",
+        match=r"'Trainer' object has no attribute 'ckpt_path'\. Write: the path that you gave$",
     ):
-        _ = one.log_dir
+        _ = one.ckpt_path
     with pytest.raises(AttributeError, match=r"'Trainer' object has no attribute 'invented'$"):
         _ = one.invented
     assert pickle.loads(pickle.dumps(one)).max_epochs == one.max_epochs

@@ -95,7 +95,6 @@ def test_lines_that_cannot_be_ported_are_named(folder, command):
             "the same method of the module"
         ],
         "def on_epoch_end(self, trainer, pl_module):": ["on_train_epoch_end"],
-        "print(trainer.log_dir)": ["trainer.output"],
         "print(pl_module.trainer.fit_loop.epoch_loop.batch_idx)": ["trainer.current_epoch"],
         "trainer = Trainer(": [
             *("gpus=args.gpus", "tpu_cores", "deepspeed", "16-true", "barebones"),
@@ -508,9 +507,9 @@ torch.load
 
 from lightning.pytorch import Trainer
 trainer = Trainer()
-print(trainer.callbacks)
+print(trainer.ckpt_path)
 ->
-the objects in callbacks=[...]
+the path that you gave
 
 import bagua.torch_api as bagua
 ->

@@ -38,11 +38,11 @@ from geartrain.planning.components import (
     parts_for,
     reserved_folder,
 )
-from geartrain.planning.rank_properties import RankProperties
 from geartrain.planning.registry import Registry
+from geartrain.planning.trainer_properties import TrainerProperties
 
 
-class Trainer(RankProperties):
+class Trainer(TrainerProperties):
     """Trains a module.
 
     ``__init__`` checks and plans everything before anything starts; ``trainer.plan`` is the plan.
@@ -376,7 +376,11 @@ class Trainer(RankProperties):
         steps, epochs = (0, 0) if command == "fit" else (self.global_step, self.current_epoch)
         run = self._run = Run(self.plan, hooks, model, self, command, mode)
         run.cluster, run.output, run.step, run.epoch = self.cluster, self.output, steps, epochs
-        result = hooks.launch(run=run, worker=partial(work, run, source, start))
+        try:
+            result = hooks.launch(run=run, worker=partial(work, run, source, start))
+        except BaseException as error:  # a rank that is another process noted it in its own run
+            run.note_failure(error)
+            raise
         owner = hooks.owner("launch")
         whose = owner.label if owner else "geartrain"
         # The worker sets logs; so does the result of a rank 0 that is another process.
@@ -482,31 +486,15 @@ class Trainer(RankProperties):
         return _as_tensors(self._run.logs.logged if self._run else {})
 
     @property
-    def checkpoint_callback(self) -> Any:
-        """The first ``ModelCheckpoint`` among the plugins, or ``None``."""
-        plugins = (part.plugin for part in self._parts)
-        return next((plugin for plugin in plugins if hasattr(plugin, "best_model_path")), None)
-
-    @property
-    def precision(self) -> str:
-        """``"32-true"``, ``"16-mixed"``, ...: the long form."""
-        return self.plan.precision.name
-
-    @property
-    def max_epochs(self) -> int:
-        """Epochs to train; -1 for no end."""
-        return self.plan.options.max_epochs
-
-    @property
     def num_training_batches(self) -> int | float:
-        """Batches in one epoch; infinity if the loader has no length."""
-        total = self.run.stages["train"].batches[0]
-        return float("inf") if total is None else total
+        """Batches in one epoch; infinity if the loader has no length, and before ``fit``."""
+        batches = self._stage("train")[1]
+        return batches[0] if batches else float("inf")
 
     @property
     def estimated_stepping_batches(self) -> int | float:
         """Optimizer steps of the whole ``fit``, for schedulers; infinity if it has no end."""
-        options, batches = self.plan.options, self.num_training_batches
+        options, batches = self.run.plan.options, self.num_training_batches
         steps: int | float = float("inf")
         if options.max_epochs != -1 and batches != float("inf"):
             steps = -(-int(batches) // options.accumulate_grad_batches) * options.max_epochs

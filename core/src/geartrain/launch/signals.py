@@ -21,6 +21,8 @@ _AGAIN = 0.05
 class Interrupted(KeyboardInterrupt):
     """A signal ends the run. Set-up is torn down as after an error."""
 
+    signal_name = ""
+
 
 @contextmanager
 def raise_on_signals(
@@ -41,7 +43,9 @@ def raise_on_signals(
         if is_forking():  # Python drops an exception here: send the signal again after the fork
             threading.Timer(_AGAIN, os.kill, (os.getpid(), number)).start()
         elif not is_expected(number):
-            raise Interrupted(f"ended by {signal.Signals(number).name}")
+            error = Interrupted(f"ended by {signal.Signals(number).name}")
+            error.signal_name = signal.Signals(number).name
+            raise error
 
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():

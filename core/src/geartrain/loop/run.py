@@ -153,6 +153,8 @@ class Run:
     #: A checkpoint in memory from which ``fit`` resumes, before any file; the same on all ranks. A
     #: strategy whose ranks may change sets it in ``setup_process_group``.
     memory_checkpoint: dict[str, Any] | None = None
+    #: The class of the error that ended the run, or the name of the signal; otherwise ``None``.
+    failure: str | None = None
     #: May be set on any rank; takes effect on all ranks at the next flush.
     should_stop: bool = False
 
@@ -184,6 +186,10 @@ class Run:
             state |= {"step": 0, "epoch": 0}
         self.__setstate__(state)
         self.cluster, (self.report_failure, self.report_teardown) = cluster, reports
+
+    def note_failure(self, error: BaseException) -> None:
+        """Set ``failure``. The error itself would keep the memory of its frames."""
+        self.failure = getattr(error, "signal_name", "") or type(error).__name__
 
     @property
     def current_stage(self) -> Stage:

@@ -212,6 +212,7 @@ def always_tear_down(
         yield undo
     except BaseException as error:
         failures.append(error)
+        run.note_failure(error)
         run.hooks.blame(error)
         if (
             isinstance(error, AttributeError)
