@@ -350,7 +350,7 @@ def test_log_outside_a_run():
     for log in (lambda: callback.log("late", 1), lambda: callback.log_dict({"late": 1})):
         with pytest.raises(RuntimeError, match=r"Logs: self\.log\('late'\) works only in hooks"):
             log()
-    assert pickle.loads(pickle.dumps(callback)).__dict__ == {"_run": None}
+    assert vars(pickle.loads(pickle.dumps(callback))) == {}
 
 
 def test_a_callback_may_have_a_log_of_its_own():
@@ -364,3 +364,59 @@ def test_a_callback_may_have_a_log_of_its_own():
     callback = Own()
     fit(callbacks=[callback])
     assert callback.log == ["start"]
+
+
+# --- third-party callbacks that extend Lightning's class ------------------------------------------
+
+
+class Lightnings:
+    """Lightning's ``Callback``: its methods do nothing."""
+
+    state_key = property(lambda self: 1 / 0)
+
+    def on_train_start(self, trainer, pl_module): ...
+
+    def on_train_end(self, trainer, pl_module): ...
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint): ...
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state): ...
+
+
+Lightnings.__name__, Lightnings.__module__ = "Callback", "lightning.pytorch.callbacks.callback"
+
+
+class ThirdParty(Lightnings):
+    def __init__(self):
+        self.notes = []
+
+    def on_train_start(self, trainer, pl_module):
+        self.notes.append((trainer.training, pl_module.current_epoch))
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.log("mine", 3.0)
+
+
+def test_a_third_party_callback_of_lightnings_class():
+    """Only its own methods are called; it gets ``log`` as from Lightning's trainer."""
+    callback = ThirdParty()
+    one = fit(callbacks=[callback])
+    assert callback.notes == [(True, 0)]
+    assert one.callback_metrics["mine"] == 3
+    assert one.callbacks == [callback]
+    assert [info.name for info in one.plan.plugins] == ["ThirdParty"]
+    assert "log" not in vars(callback)
+
+
+def test_a_third_party_callback_that_cannot_work():
+    class Saves(ThirdParty):
+        def on_save_checkpoint(self, trainer, pl_module, checkpoint): ...
+
+    with pytest.raises(UsageError, match=r"Saves\.on_save_checkpoint would never be called"):
+        trainer(callbacks=[Saves()])
+    own = type("EarlyStopping", (ThirdParty,), {"__module__": "lightning.pytorch.callbacks"})
+    with pytest.raises(UsageError, match=r"own\. Fix: use geartrain\.callbacks\.EarlyStopping"):
+        trainer(callbacks=[own()])

@@ -18,6 +18,7 @@ from geartrain.builtin.defaults import Defaults
 from geartrain.builtin.precision import ScaledPrecision
 from geartrain.builtin.run_folder import LastCheckpoint, RunFolder
 from geartrain.errors import UsageError
+from geartrain.errors.hints import write_instead
 from geartrain.errors.known import KNOWN
 from geartrain.files.paths import user_path
 from geartrain.hooks.manager import Hooks
@@ -27,6 +28,7 @@ from geartrain.launch.cluster import ClusterEnvironment, starts_rank_0
 from geartrain.module.module import overridden
 from geartrain.options import Options
 from geartrain.plan import Plan, make_plan
+from geartrain.planning.lazy_exports import import_from
 from geartrain.planning.plugin_files import file_plugin, has_hookimpls, is_file
 from geartrain.planning.registry import Registry, make
 from geartrain.planning.selection import (
@@ -35,6 +37,9 @@ from geartrain.planning.selection import (
     select_precision,
     select_strategy,
 )
+
+#: Lightning's packages.
+_LIGHTNING = ("lightning", "pytorch_lightning")
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,15 +280,43 @@ def more_parts(registry: Registry, callbacks: Any, max_time: Any) -> list[Loaded
     is_one = isinstance(callbacks, str) or not isinstance(callbacks, Iterable)
     given = [callbacks] if is_one else list(callbacks)
     for one in given:
-        if isinstance(one, str | type) or not (hasattr(one, "as_plugin") or has_hookimpls(one)):
+        if isinstance(one, str | type) or not (
+            hasattr(one, "as_plugin") or of_lightning(one) or has_hookimpls(one)
+        ):
             fix = "use an object of a subclass of geartrain.callbacks.Callback"
             fix = f"plugins=[{one!r}]" if isinstance(one, str) else fix
             raise UsageError(f"callbacks={one!r}: it is no callback. Fix: {fix}")
-    parts = [registry.adopt("plugin", one, "callbacks=[...]") for one in given]
+    why = "callbacks=[...]"
+    parts = [
+        _adapted(one, why) if of_lightning(one) else registry.adopt("plugin", one, why)
+        for one in given
+    ]
     if max_time is not None:
         options = {"duration": max_time}
         parts.append(registry.select("plugin", "timer", options, f"max_time={max_time!r}"))
     return parts
+
+
+def of_lightning(thing: Any) -> bool:
+    """True for a callback whose class extends ``Callback`` of an installed Lightning."""
+    bases = [base for base in type(thing).__mro__ if base.__name__ == "Callback"]
+    return any(base.__module__.partition(".")[0] in _LIGHTNING for base in bases)
+
+
+def _adapted(callback: Any, reason: str) -> LoadedPlugin:
+    """Return the part that calls a third-party callback written for Lightning.
+
+    Raises:
+        UsageError: the callback is Lightning's own, which needs Lightning's trainer.
+    """
+    cls = type(callback)
+    if cls.__module__.partition(".")[0] in _LIGHTNING:
+        what = f"callbacks={cls.__name__}(...): it is Lightning's own"
+        answer = write_instead("geartrain.callbacks", cls.__name__)
+        fix = answer.removeprefix(". Write: ") or f"geartrain.callbacks.{cls.__name__}"
+        raise UsageError(f"{what}. Fix: use {fix}")
+    adapter = import_from("geartrain_callbacks", f"callbacks={cls.__name__}(...)").callback.Adapter
+    return LoadedPlugin(PluginInfo(cls.__name__, "plugin", None, None, reason), adapter(callback))
 
 
 def callbacks_of(

@@ -61,7 +61,7 @@ class Callback:
         return Adapter(self)
 
     #: The running run, from ``setup`` to ``teardown``.
-    _run: Run | None = None
+    _geartrain_run: Run | None = None
 
     def log(self, name: str, value: Any, **options: Any) -> None:
         """Log one number, as :meth:`geartrain.Module.log` with the same options.
@@ -69,10 +69,10 @@ class Callback:
         Raises:
             RuntimeError: outside a run.
         """
-        if self._run is None:
+        if self._geartrain_run is None:
             what = f"self.log({name!r}) works only in hooks, from setup to teardown"
             raise RuntimeError(f"{type(self).__name__}: {what}")
-        self._run.module.log(name, value, **options)
+        self._geartrain_run.module.log(name, value, **options)
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
         """Log several values with the options of :meth:`log`.
@@ -80,10 +80,10 @@ class Callback:
         Args:
             dictionary: values by name; also a torchmetrics ``MetricCollection``.
         """
-        if self._run is None:
+        if self._geartrain_run is None:
             self.log(", ".join(dictionary), None)  # raises
         else:
-            self._run.module.log_dict(dictionary, **options)
+            self._geartrain_run.module.log_dict(dictionary, **options)
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Called in each process after ``prepare_data``, before ``setup`` of the modules.
@@ -266,15 +266,21 @@ CALLED = tuple(
 class Adapter:
     """The plugin that calls one callback's methods.
 
+    Args:
+        callback: a :class:`Callback`, or a third-party object of Lightning's class of this name.
+
     Raises:
         UsageError: the callback has a method that would never be called, or overrides none.
     """
 
-    def __init__(self, callback: Callback) -> None:
+    def __init__(self, callback: Any) -> None:
         self.callback, self._is_set_up = callback, False
+        #: The callback's attributes from ``setup`` to ``teardown``, for its ``log``.
+        self._lent: dict[str, Any] = {}
         name = type(callback).__name__
+        base = next(cls for cls in reversed(type(callback).__mro__) if cls.__name__ == "Callback")
         refuse_misspelt(
-            callback, f"callback {name}", {*CALLED, *STATE}, ["same_on_all_ranks"], Callback
+            callback, f"callback {name}", {*CALLED, *STATE}, ["same_on_all_ranks"], base
         )
         refuse_half_a_state(callback, f"callback {name}")
         for method in dir(callback):
@@ -285,32 +291,27 @@ class Adapter:
                     f"callback {name}.{method} is for a plugin, and would be ignored here. "
                     "Fix: pass plugins=[...] instead of a Callback"
                 )
+            if not method.startswith("on_") or not _overrides(callback, base, method):
+                continue
             if method in NOT_CALLED:
                 raise UsageError(
                     f"callback {name}.{method} would never be called. "
                     f"Use instead: {NOT_CALLED[method]}"
                 )
-            if (
-                method.startswith("on_")
-                and method not in CALLED
-                and callable(getattr(callback, method))
-            ):
+            if method not in CALLED:
                 raise UsageError(
                     f"callback {name}.{method} would never be called. {nearest(method, CALLED)}"
                 )
         refuse_unrun(type(callback), CALLED)
-        self._methods = {m: getattr(callback, m) for m in CALLED if _overrides(callback, m)}
+        self._methods = {m: getattr(callback, m) for m in CALLED if _overrides(callback, base, m)}
         if not self._methods:
             raise UsageError(
                 f"callback {name} overrides no method of geartrain.callbacks.Callback, "
                 "so it would do nothing"
             )
-        if all(
-            callable(getattr(callback, method, None))
-            for method in ("state_dict", "load_state_dict")
-        ):
-            self.state_dict = callback.state_dict  # type: ignore[attr-defined]
-            self.load_state_dict = callback.load_state_dict  # type: ignore[attr-defined]
+        if all(_overrides(callback, base, method) for method in STATE):
+            self.state_dict = callback.state_dict
+            self.load_state_dict = callback.load_state_dict
             self.same_on_all_ranks = getattr(callback, "same_on_all_ranks", False)
 
     @hookimpl(wrapper=True)
@@ -320,7 +321,12 @@ class Adapter:
         return world
 
     def _set_up(self, run: Run) -> None:
-        self._is_set_up, self.callback._run = True, run
+        self._is_set_up = True
+        if isinstance(self.callback, Callback):
+            self._lent = {"_geartrain_run": run}
+        else:
+            self._lent = {"log": run.module.log, "log_dict": run.module.log_dict}
+        vars(self.callback).update(self._lent)
         self._call(run, "setup", run.command)
 
     @hookimpl
@@ -340,7 +346,9 @@ class Adapter:
             if self._is_set_up:
                 self._call(run, "teardown", run.command)
         finally:
-            self._is_set_up, self.callback._run = False, None
+            self._is_set_up = False
+            for name in self._lent:
+                vars(self.callback).pop(name, None)
             yield
 
     def _call(self, run: Run, name: str, *arguments: Any) -> None:
@@ -348,9 +356,12 @@ class Adapter:
             self._methods[name](run.trainer, run.module, *arguments)
 
 
-def _overrides(callback: Any, name: str) -> bool:
+def _overrides(callback: Any, base: type, name: str) -> bool:
+    if isinstance(inspect.getattr_static(callback, name, None), property):  # do not call it
+        return False
     method = getattr(callback, name, None)
-    return callable(method) and getattr(method, "__func__", method) is not getattr(Callback, name)
+    inherited = getattr(base, name, None)
+    return callable(method) and getattr(method, "__func__", method) is not inherited
 
 
 def _as_module_hook(run: Run, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
