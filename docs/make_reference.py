@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from geartrain import DataModule, Module, Trainer, hookspecs
+from geartrain.hooks.spelling import OVERRIDES
 
 DOCS = Path(__file__).parent
 
@@ -34,9 +35,11 @@ SPELT = {
 
 #: Sections of the table of the module's hooks: heading -> prefixes; the first match counts.
 MODULE_SECTIONS = {
-    "The model": ("configure_", "prepare_", "setup", "teardown"),
+    "The model": (
+        *("configure_optimizers", "configure_callbacks", "prepare_", "setup", "teardown"),
+    ),
     "Batches": ("transfer_", "on_before_batch_transfer", "on_after_batch_transfer"),
-    "Training": ("on_fit", "on_train", "on_before", "on_after"),
+    "Training": ("on_fit", "on_train", "on_before", "on_after", *sorted(OVERRIDES)),
     "Evaluation": ("on_sanity", "on_validation", "on_test", "on_predict"),
     "Checkpoints": ("on_save", "on_load"),
 }
