@@ -224,3 +224,18 @@ def test_a_file_that_nests_too_deep(refused, write):
 def test_a_file_that_is_not_text(refused, folder):
     (folder / "conf.yaml").write_bytes(b"\xff\xfe\x00")
     assert "--config conf.yaml: " in refused("fit net.py --config conf.yaml")
+
+
+@pytest.mark.parametrize("text", ["10:00:00:00", '"10:00:00:00"', "{days: 10}"])
+def test_a_time_in_a_file_is_no_number_to_the_base_60(plan, write, text):
+    write("conf.yaml", f"val_check_interval: {text}\nmax_time: {text}\n")
+    made = plan("--config conf.yaml")
+    assert made["options"]["val_check_interval"] == "10 days, 0:00:00"
+    assert "10" in made["plugins"][0]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("text", "read"), [("10:00:00:00", "10 days, 0:00:00"), ("0.5", 0.5), ("2", 2)]
+)
+def test_val_check_interval_on_the_command_line(plan, text, read):
+    assert plan(f"--val-check-interval {text}")["options"]["val_check_interval"] == read
