@@ -224,7 +224,9 @@ def backward(run: Run, loss: torch.Tensor) -> None:
     """Compute gradients.
 
     Fired: once a micro-batch; in manual optimisation, in each ``manual_backward``.
-    Arguments: ``loss``, 0-d, already divided by the number of micro-batches in the window.
+    Arguments: ``loss``, 0-d, already divided by the number of micro-batches in the window. A loss
+        with a weight is divided by a weight instead; the last backward of the window follows after
+        the gradients so far were divided by the total weight.
     Default: ``loss.backward()``.
     """
 

@@ -96,7 +96,7 @@ def _states_of_parts(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     shared: dict[str, Any] = {}
     own: dict[str, Any] = {}
-    alike = _same_weights(run.hooks.parts)
+    alike = strategy_can(run.hooks.parts, "identical_weights")
     for name, part in named_parts(run.hooks.parts).items():
         state = _portable(part.plugin.state_dict(), part.info.label)
         if state is not None and _same_on_all_ranks(part):
@@ -123,11 +123,11 @@ def _same_on_all_ranks(part: LoadedPlugin) -> bool:
     return bool(getattr(part.plugin, "same_on_all_ranks", False))
 
 
-def _same_weights(parts: tuple[LoadedPlugin, ...]) -> bool:
-    """True if all ranks have the same weights, unless the strategy declares otherwise."""
+def strategy_can(parts: tuple[LoadedPlugin, ...], capability: str) -> bool:
+    """True unless the strategy declares ``capabilities = {capability: False}``."""
     strategies = [part.plugin for part in parts if part.info.kind == "strategy"]
     declared = [getattr(strategy, "capabilities", None) for strategy in strategies]
-    return all(one.get("identical_weights", True) for one in declared if isinstance(one, Mapping))
+    return all(one.get(capability, True) for one in declared if isinstance(one, Mapping))
 
 
 def _portable(state: Any, whose: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from geartrain.data.loaders import close_batches
 from geartrain.data.sharding import set_epoch
 from geartrain.errors import TrainingError, UsageError
 from geartrain.loop.evaluate import evaluate
+from geartrain.loop.losses import LossWindow, loss_in
 from geartrain.loop.optimizers import (
     mean_over_ranks,
     parameters_of,
@@ -37,7 +38,7 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> None:
 
     def compute_gradients() -> torch.Tensor | None:
         """Compute gradients; return the mean loss, or ``None`` if every batch was skipped."""
-        mean_loss = None
+        mean_loss, window = None, None if run.weighted is False else LossWindow(run, size)
         for optimizer in run.optimizers:
             module_hooks.on_before_zero_grad(optimizer)
             zero_grad(optimizer)
@@ -48,8 +49,11 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> None:
             with hooks.micro_step(run=run, first=i == 0, last=last):
                 output = hooks.forward(run=run, method="training_step", args=(batch, batch_idx))
                 loss = output if isinstance(output, torch.Tensor) else loss_in(run, output)
+                if window is not None:
+                    loss = window.scale(output, loss, last)
+                elif loss is not None and size > 1:
+                    loss = loss / size  # the last window may be shorter
                 if loss is not None:
-                    loss = loss if size == 1 else loss / size  # the last window may be shorter
                     module_hooks.on_before_backward(loss)
                     backward(run, loss)
                     module_hooks.on_after_backward()
@@ -58,6 +62,7 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> None:
             run.step_output = output  # after forward: freeing the last graph costs it 1 µs
             if not last:  # that of the last batch comes after the step
                 module_hooks.on_train_batch_end(output, batch, batch_idx)
+        mean_loss = mean_loss if window is None else window.loss
         if mean_loss is not None:
             hooks.reduce_gradients(run=run)
             hooks.clip_gradients(run=run)
@@ -94,27 +99,6 @@ def _closure_step(run: Run, gradients: Callable[[], torch.Tensor | None]) -> boo
         return run.hooks.optimizer_step(run=run, optimizer=optimizer, closure=closure) is not False
     except _NothingToStepOn:
         return False
-
-
-def loss_in(run: Run, output: Any) -> torch.Tensor | None:
-    """Return the loss in the dict of ``training_step``; ``None`` for ``None``, to skip the batch.
-
-    Raises:
-        TrainingError: it is something else, or one of several ranks skips its batch.
-    """
-    if isinstance(output, Mapping) and isinstance(output.get("loss"), torch.Tensor):
-        return output["loss"]  # type: ignore[no-any-return]
-    if output is not None:
-        kind = type(output).__name__
-        what = f"a dict with {sorted(map(str, output))}" if isinstance(output, Mapping) else kind
-        fix = "return the loss, a dict with it under 'loss', or None to skip the batch"
-        raise TrainingError(f"training_step returned {what}. Fix: {fix}")
-    if run.world.size > 1:
-        raise TrainingError(
-            f"training_step returned None on rank {run.world.rank}: "
-            "the other ranks would wait for its gradients."
-        )
-    return None
 
 
 def backward(run: Run, loss: torch.Tensor) -> None:

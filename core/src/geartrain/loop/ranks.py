@@ -44,6 +44,17 @@ class OneRank:
         """
         return islice(batches, limit)
 
+    def total_weight(self, run: Run, weight: Any) -> Any:
+        """Return the sum of all ranks' weights of the losses of one optimizer step.
+
+        Args:
+            weight: the sum on this rank, a float or a 0-d tensor; ``None`` if losses have none.
+
+        Raises:
+            TrainingError: only some ranks' losses have weights, or a sum is negative or not finite.
+        """
+        return weight
+
     def broadcast_buffers(self, run: Run) -> None:
         """Copy rank 0's buffers to all ranks: each rank's BatchNorm has other statistics."""
 

@@ -129,6 +129,11 @@ class Run:
     batch: Any = None
     #: The newest result of ``training_step``; ``None`` between epochs.
     step_output: Any = None
+    #: True if the losses of this fit have weights; ``None`` before the first.
+    weighted: bool | None = None
+    #: The loss of the newest step if losses have weights, 0-d; its mean over ranks is the mean of
+    #: all that the ranks counted.
+    weighted_loss: torch.Tensor | None = None
     #: True if the optimizer computes the loss itself, as LBFGS does.
     needs_closure: bool = False
     #: The object that the module's ``manual_backward`` and the like call. The plugin

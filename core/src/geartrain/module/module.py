@@ -40,7 +40,8 @@ class Module(MadeWith, nn.Module):
     A subclass defines the steps that it needs:
 
     - ``training_step(batch, batch_idx)`` returns the loss (0-d tensor), a dict with it under
-      ``"loss"``, or ``None`` to skip the batch.
+      ``"loss"``, or ``None`` to skip the batch. If the loss is a sum, put the number that it counts
+      under ``"weight"``: the step then divides by the total over its batches and all ranks.
     - ``validation_step``, ``test_step``, ``predict_step(batch, batch_idx, dataloader_idx)``; you
       may leave out later arguments. ``predict_step`` by default returns ``self(batch)``.
     - ``training_step_end(outputs)``, ``validation_step_end``, ``test_step_end`` get a list with one

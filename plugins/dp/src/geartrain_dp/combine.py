@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +17,7 @@ def combine(method: str, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
 
     - 0-d floating tensors and floats: the mean, weighted by the samples in each part.
     - Tensors with rows, and lists of plain values: concatenated.
+    - ``{"loss": ..., "weight": ...}`` of ``training_step``: sums of both.
     - Mappings, lists, tuples and dataclasses: combined item by item.
     - Other values, ``None`` included: kept if they are equal in all parts.
 
@@ -32,7 +33,16 @@ def combine(method: str, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
         TrainingError: a value has no defined meaning for the whole batch. This includes integers:
             counts would have to be added, but indices would not.
     """
-    return outputs[0] if len(outputs) == 1 else _combine(method, method, list(outputs), sizes)
+    if len(outputs) == 1:
+        return outputs[0]
+    sums: dict[str, Any] = {}
+    if method == "training_step" and all(
+        isinstance(one, Mapping) and one.keys() >= {"loss", "weight"} for one in outputs
+    ):
+        sums = {name: sum(one[name] for one in outputs) for name in ("loss", "weight")}
+        outputs = [{name: one[name] for name in one.keys() - sums.keys()} for one in outputs]
+    combined = _combine(method, method, list(outputs), sizes)
+    return {**combined, **sums} if sums else combined
 
 
 def _combine(method: str, path: str, values: list[Any], sizes: Sequence[int]) -> Any:

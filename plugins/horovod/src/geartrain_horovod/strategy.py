@@ -116,6 +116,7 @@ class HorovodStrategy:
             "timeout_option": "stall_timeout",
             "convergence": 0.5 if approximate else None,
             "identical_weights": process_set is None,
+            "weighted_loss": op != "adasum" and process_set is None,
         }
         self.op, self.scale_lr, self.timeline = op, scale_lr, timeline
         self.stall_timeout = float(stall_timeout)

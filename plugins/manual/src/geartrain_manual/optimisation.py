@@ -9,7 +9,7 @@ use. ``self.manual_backward`` averages gradients over ranks instead.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import wraps
@@ -117,6 +117,11 @@ class ManualOptimisation:
         with hooks.micro_step(run=run, first=True, last=True):
             run.step_output = hooks.forward(
                 run=run, method="training_step", args=(run.batch, run.batch_idx)
+            )
+        if isinstance(run.step_output, Mapping) and {"loss", "weight"} <= run.step_output.keys():
+            raise TrainingError(
+                "training_step returned a loss with a weight, which manual optimisation does not "
+                "use. Fix: divide the loss before manual_backward, and return it without 'weight'"
             )
         on.on_train_batch_end(run.step_output, run.batch, run.batch_idx)
 

@@ -89,6 +89,23 @@ class SeveralRanks(OneRank):
             most = min(most, sanity)
         return _marked(run, repeated(batches, limit, most))
 
+    def total_weight(self, run: Run, weight: Any) -> Any:
+        mine = [0.0, 0.0] if weight is None else [1.0, float(weight)]
+        table = run.hooks.log_sync(run=run, values=torch.tensor(mine, dtype=torch.float64))
+        has, total = table[:, 0], table[:, 1]
+        if has.any() and not has.all():
+            raise TrainingError(
+                f"the losses of ranks {has.nonzero().flatten().tolist()} have weights, and those "
+                "of the other ranks have none. Fix: return 'weight' on every rank, or on none"
+            )
+        bad = ~(total.isfinite() & (total >= 0))
+        if bad.any():
+            raise TrainingError(
+                f"the weights of rank {int(bad.nonzero()[0])} are negative, infinite or NaN. "
+                "Fix: return the number of samples or tokens that the loss sums"
+            )
+        return None if weight is None else float(total.sum())
+
     def broadcast_buffers(self, run: Run) -> None:
         buffers = list(run.module.buffers())
         if not buffers:

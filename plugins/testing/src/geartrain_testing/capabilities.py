@@ -35,6 +35,9 @@ class Capabilities:
     #: Ranks may have unequal numbers of batches, with collectives in ``validation_step``, and in
     #: training on loaders without a length.
     uneven_inputs: bool = True
+    #: ``training_step`` may return ``{"loss": sum, "weight": count}``: every rank steps with the
+    #: mean of all ranks' gradients. If declared off, such a loss must be an error.
+    weighted_loss: bool = True
     #: Each rank sees a part of the data. If declared off, every rank must see all of it.
     sharded_loader: bool = True
     #: Several machines, started by hand with NODE_RANK, MASTER_ADDR and MASTER_PORT. If declared

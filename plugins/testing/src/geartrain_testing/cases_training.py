@@ -37,7 +37,7 @@ class TrainingCases:
 
         The scenarios: SGD, Adam, several buckets, accumulation with a short last window, clipping,
         two optimizers, frozen parameters, parameters that only some steps and some ranks use, a
-        scheduler, a loss from ``training_step_end``, and two fits in a row.
+        scheduler, a loss from ``training_step_end``, two fits in a row, and losses with weights.
         """
         if scenario == "unused_parameters":
             need(kit.can.unused_parameters, "unused_parameters is declared unsupported")
@@ -45,6 +45,8 @@ class TrainingCases:
                 kit.can.sharded_loader or kit.ranks == 1,
                 "ranks that see the same data use the same parameters",
             )
+        if scenario == "weighted_loss":
+            need(kit.can.weighted_loss, "weighted_loss is declared unsupported")
         equals_one_process(kit, scenario)
         if scenario == "fit_twice":
             equals_one_process(kit, scenario, number=1)
@@ -137,3 +139,14 @@ class TrainingCases:
             assert code != 0, (
                 f"unused_parameters is declared unsupported and no error came\n{run.shown()}"
             )
+
+    def test_weighted_loss_unsupported(self, kit: Kit) -> None:
+        """If it is declared unsupported, a loss with a weight is an error."""
+        need(
+            not kit.can.weighted_loss,
+            "weighted_loss is supported; test_equals_one_process tests it",
+        )
+        need(kit.ranks > 1, ONE_RANK)
+        with kit.program("weighted_loss", "weighted-loss-unsupported", {}) as run:
+            code = run.finish()
+            assert code != 0, f"weighted_loss is declared unsupported and works\n{run.shown()}"

@@ -85,6 +85,7 @@ _CAPABILITY_OF = {
     "uneven_inputs": "uneven_inputs",
     "uneven_training": "uneven_inputs",
     "unused_parameters": "unused_parameters",
+    "weighted_loss": "weighted_loss",
 }
 
 #: The start of a shared scenario: on the class's devices, on one device, or on two 1-device nodes.
@@ -170,7 +171,9 @@ class Kit:
             self._request(suite.options, suite.devices), optimizer=dict(suite.optimizer)
         )
         self.ranks = self.request.ranks
-        unsupported = () if self.can.unused_parameters else ("unused_parameters",)
+        unsupported = [
+            name for name in ("unused_parameters", "weighted_loss") if not getattr(self.can, name)
+        ]
         self.wanted = {
             start: [name for name in names if name not in unsupported]
             for start, names in wanted.items()

@@ -38,6 +38,7 @@ COMPARED = (
     "scheduler",
     "step_end",
     "fit_twice",
+    "weighted_loss",
 )
 
 

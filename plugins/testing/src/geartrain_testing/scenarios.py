@@ -96,6 +96,11 @@ def fit_twice(job: Job) -> None:
         job.keep(trainer, module)
 
 
+@scenario
+def weighted_loss(job: Job) -> None:
+    job.fit(nets.Weighted(), accumulate_grad_batches=3)  # windows of 3, 3 and 1
+
+
 # --- training: ranks agree with each other --------------------------------------------------------
 
 

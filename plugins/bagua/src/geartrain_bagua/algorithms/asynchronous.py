@@ -61,6 +61,7 @@ class Asynchronous(Algorithm):
 
     capabilities: ClassVar[dict[str, Any]] = {
         "identical_weights": False,
+        "weighted_loss": False,
         "unused_parameters": True,
         "convergence": 0.15,
     }

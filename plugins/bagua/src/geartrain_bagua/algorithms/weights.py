@@ -34,6 +34,7 @@ class OwnWeights(Algorithm):
 
     capabilities: ClassVar[dict[str, Any]] = {
         "identical_weights": False,
+        "weighted_loss": False,
         "unused_parameters": True,
         "convergence": 0.1,
     }
