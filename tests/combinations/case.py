@@ -18,6 +18,7 @@ FACTORS: dict[str, list[Any]] = {
     "workers": ["0", "2", "2 persistent"],
     "data": ["map", "uneven", "iterable", "graphs"],
     "accumulate": [1, 4],
+    "loss": ["mean", "weighted"],
     "precision": ["32-true", "64-true", "bf16-mixed"],
     "callbacks": ["none", "checkpoint", "stopping", "ema", "all"],
     "ending": ["done", "stopped", "error", "killed", "resumed"],
@@ -48,6 +49,7 @@ class Case:
     workers: str
     data: str
     accumulate: int
+    loss: str
     precision: str
     callbacks: str
     ending: str
@@ -185,9 +187,12 @@ class Model(gt.Module):
                 raise OwnError(OWN)
             if self.event == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
-        loss = self.errors(batch).mean()
+        errors = self.errors(batch)
+        loss = errors.mean()
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
-        return loss
+        return (
+            {"loss": errors.sum(), "weight": len(errors)} if self.case.loss == "weighted" else loss
+        )
 
     def is_last_rank(self):
         return self.trainer.global_rank == self.trainer.world_size - 1
