@@ -172,3 +172,14 @@ def test_outputs_that_cannot_be_combined_are_errors(outputs, message):
 def test_predictions_have_no_step_end_to_define():
     with pytest.raises(TrainingError, match="return tensors"):
         combine("predict_step", [object(), object()], [3, 2])
+
+
+def test_losses_with_weights_are_added():
+    outputs = [
+        {"loss": torch.tensor(1.0), "weight": 3, "accuracy": 0.5},
+        {"loss": torch.tensor(4.0), "weight": torch.tensor(0), "accuracy": 1.0},
+    ]
+    combined = combine("training_step", outputs, [3, 2])
+    assert {name: float(value) for name, value in combined.items()} == pytest.approx(
+        {"loss": 5.0, "weight": 3.0, "accuracy": 0.7}
+    )

@@ -391,3 +391,16 @@ def test_a_plain_module_is_refused():
 def test_no_learning_rate_to_vary(optimizer):
     with pytest.raises(TrainingError, match="the learning rate to vary"):
         find(Net(optimizer))
+
+
+def test_the_curve_of_losses_with_weights_is_their_mean():
+    class Weighted(Quadratic):
+        def training_step(self, batch, batch_idx):
+            weight = 1 + batch_idx % 3
+            return {"loss": super().training_step(batch, batch_idx) * weight, "weight": weight}
+
+    options = {"accumulate_grad_batches": 2}
+    found, expected = (
+        find(cls(), num_training=13, options=options) for cls in (Weighted, Quadratic)
+    )
+    assert found.raw_losses == pytest.approx(expected.raw_losses, rel=1e-5)
