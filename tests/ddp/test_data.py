@@ -7,6 +7,8 @@ import torch
 from several_ranks import results, succeeded
 from torch.utils.data import DataLoader, IterableDataset
 
+from geartrain.callbacks import ModelCheckpoint
+
 from .cases import Net, ddp, one_trainer, samples
 
 
@@ -81,3 +83,48 @@ def test_evaluation_loaders_without_a_length_use_every_batch(tmp_path):
     for found, gathered in results(tmp_path, validate_unevenly):
         assert found == [{"seen": 16.0}]
         assert gathered == [0.0, 2.0]  # rank 1 repeats its last batch
+
+
+class Both(Net):
+    """Trains on two loaders and notes the samples of each batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append({name: one[0].flatten().tolist() for name, one in batch.items()})
+        return super().training_step(batch["a"], batch_idx) + super().training_step(
+            batch["b"], batch_idx
+        )
+
+
+def train_on_two_loaders(folder, path=None):
+    module, options = Both(), {"shuffle": True, "num_workers": 1}
+    every = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    data = {
+        "a": DataLoader(samples(12), batch_size=2, **options),
+        "b": DataLoader(samples(40), batch_size=2, persistent_workers=True, **options),
+    }
+    ddp(max_epochs=2, seed=1, plugins=[every]).fit(module, data, ckpt_path=path)
+    return module.seen
+
+
+def train_and_resume(folder):
+    whole = train_on_two_loaders(f"{folder}/whole")
+    rests = {
+        step: train_on_two_loaders(f"{folder}/{step}", f"{folder}/whole/step={step}.ckpt")
+        for step in (5, 10, 14)  # after the shorter began again; between epochs; in the second
+    }
+    return whole, rests
+
+
+@pytest.mark.end_to_end
+def test_several_training_loaders_are_sharded_and_resume(tmp_path):
+    ranks = results(tmp_path, train_and_resume, str(tmp_path))
+    for whole, rests in ranks:
+        assert len(whole) == 20
+        for step, rest in rests.items():
+            assert rest == whole[step:]
+    for batches in zip(*(whole[:10] for whole, _ in ranks), strict=True):
+        assert batches[0]["b"] != batches[1]["b"]

@@ -210,6 +210,20 @@ pl.Trainer()
 import geartrain as gt
 gt.Trainer()
 
+from lightning.pytorch.utilities import CombinedLoader
+CombinedLoader([a, b], "max_size")
+->
+from geartrain import CombinedLoader
+CombinedLoader([a, b], "max_size")
+
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+->
+from geartrain import CombinedLoader
+
+from pytorch_lightning.trainer.supporters import CombinedLoader
+->
+from geartrain import CombinedLoader
+
 import lightning.pytorch
 lightning.pytorch.Trainer()
 ->

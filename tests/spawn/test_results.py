@@ -456,3 +456,19 @@ def test_a_run_with_ddp_before_it_in_the_same_process(monkeypatch):
     module = Net()
     module.late = LateOnRank0()
     trainer(max_epochs=1, strategy_options={"timeout": 15.0}).fit(module, loader())
+
+
+class OfTwo(Net):
+    def training_step(self, batch, batch_idx):
+        rows = [torch.cat(parts) for parts in zip(batch["a"], batch["b"], strict=True)]
+        return super().training_step(rows, batch_idx)
+
+
+@pytest.mark.end_to_end
+def test_several_training_loaders_are_sent_to_the_ranks():
+    data = {"a": loader(16, num_workers=1, persistent_workers=True), "b": loader(48, shuffle=True)}
+    for mode, batches in (("min_size", 2), ("max_size_cycle", 6)):
+        one, module = trainer(max_epochs=2), OfTwo()
+        one.fit(module, gt.CombinedLoader(data, mode))
+        assert (one.global_step, one.num_training_batches) == (2 * batches, batches)
+        assert len(module.losses) == 2 * batches

@@ -75,7 +75,7 @@ def test_a_loaders_generator_is_restored(options):
     order = torch.Generator().manual_seed(7)
     state = order.get_state().tolist()
     data = DataLoader(samples(), generator=order, **options)
-    find(Net(), [data])
+    find(Net(), data)
     assert order.get_state().tolist() == state
     list(data)
     assert order.get_state().tolist() != state

@@ -16,6 +16,7 @@ from geartrain.hookspecs import hookimpl, hookspec
 from geartrain.launch import rerun_command as _rerun_command  # noqa: F401 (reads the start folder)
 
 if TYPE_CHECKING:
+    from geartrain.data.combined import CombinedLoader
     from geartrain.data.seeding import seed_everything
     from geartrain.loop.run import Run, World
     from geartrain.module.module import DataModule, Module
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 # Public name -> its module, and its name there if the public name is Lightning's.
 _LAZY = {
+    "CombinedLoader": "geartrain.data.combined",
     "DataModule": "geartrain.module.module",
     "Fabric": "geartrain_session:Session",
     "Layout": "geartrain.plan",
@@ -50,6 +52,7 @@ _LAZY = {
 _MODULES = ("accelerators", "callbacks", "loggers", "strategies", "testing", "tuning")
 
 __all__ = [
+    "CombinedLoader",
     "DataModule",
     "GeartrainError",
     "Layout",

@@ -120,7 +120,7 @@ def make_ranks(run: Run) -> OneRank:
 def shard_dataloader(run: Run, loader: Iterable[Any], stage: str) -> Iterable[Any]:
     """Return this rank's part of a loader.
 
-    Fired: once for each loader, before the model is wrapped.
+    Fired: once for each loader, also in a CombinedLoader, before the model is wrapped.
     Arguments: ``loader`` of the user; ``stage`` is ``"train"``, ``"validate"``, ``"test"`` or
         ``"predict"``.
     Returns: the loader to iterate in this process.

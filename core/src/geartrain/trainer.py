@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from geartrain.checkpoint.checkpoints import Start, best_checkpoints, find_checkpoint_file
-from geartrain.data.loaders import DataSource, loader_batch_size, read_loaders
+from geartrain.data.loaders import loader_batch_size
 from geartrain.data.seeding import seed_everything
+from geartrain.data.sources import DataSource, read_loaders
 from geartrain.errors import TrainingError, UsageError
 from geartrain.errors.hints import write_instead
 from geartrain.hooks.manager import Hooks

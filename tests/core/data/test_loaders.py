@@ -17,11 +17,11 @@ import geartrain as gt
 from geartrain import TrainingError, UsageError, hookimpl
 from geartrain.data.loaders import (
     BatchSizer,
-    DataSource,
     count_batches,
     first_size,
     loader_batch_size,
 )
+from geartrain.data.sources import DataSource
 from geartrain.module.nested import map_tensors, move
 from geartrain.testing import run_plugin
 
@@ -496,30 +496,6 @@ def test_data_without_loaders_is_refused_before_anything_starts(command, data, w
         getattr(one, command)(EvalNet(), data)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        {"a": loader()},
-        {"a": loader(), "b": loader()},
-        [loader(), loader()],
-        [loader(), {"a": loader()}],
-    ],
-)
-def test_several_loaders_to_train_on_are_refused(data):
-    with pytest.raises(
-        UsageError,
-        match=r"training takes one loader\. Fix: use a DataLoader of torch.utils.data.Concat",
-    ):
-        fit(EvalNet(), data)
-
-    class Data(gt.DataModule):
-        def train_dataloader(self):
-            return data
-
-    with pytest.raises(UsageError, match="training takes one loader"):
-        trainer().fit(Net(), Data())
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_loader_whose_length_is_not_implemented_has_none(ranks):
     class Unknown(Stream):
@@ -651,14 +627,6 @@ def test_numpy_arrays_are_sized_by_their_shape():
     assert first_size({"x": numpy.zeros((5, 2))}) == 5
     assert first_size(numpy.float32(1)) is None
     assert first_size((numpy.float32(1), numpy.zeros(3))) == 3
-
-
-def test_training_takes_one_loader():
-    one = trainer()
-    one.fit(Net(), [loader(8)])
-    assert one.global_step == 2
-    with pytest.raises(UsageError, match=r"2 loaders.*training takes one loader"):
-        one.fit(Net(), [loader(8), loader(8)])
 
 
 @pytest.mark.parametrize(

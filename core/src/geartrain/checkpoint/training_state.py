@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice, zip_longest
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
+from geartrain.data.combined import single_loaders
 from geartrain.data.loaders import describe
 from geartrain.data.seeding import random_state, set_random_state
 from geartrain.data.sharding import generators, order_seeds, set_order_seeds
@@ -297,8 +298,12 @@ def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
 
 
 def _warn_of_replay(run: Run, batch_idx: int) -> None:
-    """Warn if the training loader may not repeat its batches."""
-    loader = run.stages["train"].loaders[0]
+    """Warn if a training loader may not repeat its batches."""
+    for loader in single_loaders(run.stages["train"].loaders[0]):
+        _warn_of_replay_by(loader, run, batch_idx)
+
+
+def _warn_of_replay_by(loader: Any, run: Run, batch_idx: int) -> None:
     one_shot = isinstance(loader, Iterator)
     stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
     reads = batch_idx or (one_shot and run.batches_seen)
@@ -437,7 +442,8 @@ def _load_parts(run: Run, fit: dict[str, Any], own: dict[str, Any], path: Path) 
 
 
 def _loaders(run: Run) -> list[Any]:
-    return [loader for name in ("train", "validate") for loader in run.stages[name].loaders]
+    loaders = [loader for name in ("train", "validate") for loader in run.stages[name].loaders]
+    return list(chain.from_iterable(map(single_loaders, loaders)))
 
 
 def random_now(run: Run) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from geartrain.data.combined import single_loaders
 from geartrain.data.loaders import length
 from geartrain.errors import UsageError
 
@@ -87,7 +88,7 @@ def set_order_seeds(loader: Any, seeds: list[int]) -> None:
 
 def generators(loader: Any) -> Iterator[torch.Generator]:
     """Yield the generators from which a loader draws its order."""
-    for thing in (loader, *samplers(loader)):
+    for thing in (*single_loaders(loader), *samplers(loader)):
         generator = getattr(thing, "generator", None)
         if isinstance(generator, torch.Generator):
             yield generator
@@ -95,8 +96,10 @@ def generators(loader: Any) -> Iterator[torch.Generator]:
 
 def samplers(loader: Any) -> list[Any]:
     """Return a loader's sampler, its batch sampler and the sampler in that, each once."""
-    batches = getattr(loader, "batch_sampler", None)
-    found = (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    found: list[Any] = []
+    for one in single_loaders(loader):
+        batches = getattr(one, "batch_sampler", None)
+        found += (getattr(one, "sampler", None), batches, getattr(batches, "sampler", None))
     return list({id(sampler): sampler for sampler in found if sampler is not None}.values())
 
 

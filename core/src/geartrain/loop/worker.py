@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from geartrain.checkpoint.checkpoints import Start, load
+from geartrain.data.combined import CombinedLoader, each_loader, single_loaders
 from geartrain.data.loaders import (
-    DataSource,
     count_batches,
     describe,
     end_workers,
@@ -23,6 +23,7 @@ from geartrain.data.loaders import (
 )
 from geartrain.data.seeding import determinism, seed_everything
 from geartrain.data.sharding import batches_in_turn, has_no_own_samples, in_fixed_order
+from geartrain.data.sources import DataSource
 from geartrain.errors import TrainingError, UsageError
 from geartrain.errors.hints import write_instead
 from geartrain.launch.forks import share_temporary_folder
@@ -144,9 +145,9 @@ def _set_up_loaders(run: Run, source: DataSource) -> None:
         if loaders and stage != "train":
             check_loader_count(run.module, stage, len(loaders))
         if run.plan.options.overfit_batches and stage in ("train", "validate"):
-            loaders = [in_fixed_order(loader, stage, run.world.rank == 0) for loader in loaders]
-        shard = partial(run.hooks.shard_dataloader, run=run, stage=stage)
-        loaders = [shard(loader=loader) for loader in loaders]
+            fixed = partial(in_fixed_order, stage=stage, warns=run.world.rank == 0)
+            loaders = [each_loader(loader, fixed) for loader in loaders]
+        loaders = [each_loader(loader, partial(_sharded, run, stage)) for loader in loaders]
         share_temporary_folder(loaders)
         counts = [_count(loader, limit, stage) for loader in loaders]
         run.stages[stage] = run.ranks.count_batches(run, stage, Stage(loaders, counts, counts))
@@ -155,8 +156,15 @@ def _set_up_loaders(run: Run, source: DataSource) -> None:
         run.plan = run.trainer.plan = replace(run.plan, loader_batch_size=size)
 
 
+def _sharded(run: Run, stage: str, loader: Iterable[Any]) -> Iterable[Any]:
+    mine: Iterable[Any] = run.hooks.shard_dataloader(run=run, loader=loader, stage=stage)
+    return mine
+
+
 def _count(loader: Iterable[Any], limit: int | float | None, stage: str) -> int | None:
     """Return the batches of this rank; to predict, the limit is for all ranks together."""
+    if isinstance(loader, CombinedLoader):
+        loader.check_lengths()
     dealer = batches_in_turn(loader) if stage == "predict" else None
     if dealer is None:
         return 0 if has_no_own_samples(loader) else count_batches(loader, limit, stage)
@@ -225,7 +233,8 @@ def always_tear_down(
     for owner in owners:
         if run.module._run is run:
             _guard(failures, partial(owner.teardown, run.command))
-    for loader in chain.from_iterable(stage.loaders for stage in run.stages.values()):
+    used = chain.from_iterable(stage.loaders for stage in run.stages.values())
+    for loader in chain.from_iterable(map(single_loaders, used)):
         _guard(failures, partial(end_workers, loader))
     if run.world.size > 1:  # the wrapper may own the process group, and must be freed before it
         run.model, run.step_functions = None, {}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from geartrain.data.combined import CombinedLoader
 from geartrain.planning.rank_properties import RankProperties
 
 if TYPE_CHECKING:
@@ -287,4 +288,6 @@ def _first(found: Sequence[Any]) -> Any:
 
 
 def _one_or_list(loaders: list[Any]) -> Any:
-    return loaders[0] if len(loaders) == 1 else loaders or None
+    # Of a CombinedLoader Lightning returns the dict or list too.
+    alone = loaders[0] if len(loaders) == 1 else loaders or None
+    return alone.iterables if isinstance(alone, CombinedLoader) else alone

@@ -9,15 +9,16 @@ from geartrain.checkpoint.checkpoints import (
 )
 from geartrain.checkpoint.files import peek as peek, progress as progress
 from geartrain.checkpoint.training_state import load_optimizer as load_optimizer
+from geartrain.data.combined import each_loader as each_loader, single_loaders as single_loaders
 from geartrain.data.loaders import (
     BatchSizer as BatchSizer,
-    DataSource as DataSource,
     Through as Through,
     close_batches as close_batches,
     count_batches as count_batches,
     length as length,
     loader_batch_size as loader_batch_size,
 )
+from geartrain.data.seeding import drawing_from as drawing_from
 from geartrain.data.sharding import (
     Shard as Shard,
     batches_in_turn as batches_in_turn,
@@ -27,6 +28,7 @@ from geartrain.data.sharding import (
     set_epoch as set_epoch,
     with_samplers as with_samplers,
 )
+from geartrain.data.sources import DataSource as DataSource
 from geartrain.launch.forks import (
     call_before_forks as call_before_forks,
     not_inherited as not_inherited,

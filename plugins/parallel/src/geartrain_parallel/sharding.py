@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from geartrain.plugin_api import Shard, length, samplers, with_samplers
+from geartrain.plugin_api import Shard, drawing_from, length, samplers, with_samplers
 
 if TYPE_CHECKING:
     from geartrain import Run
@@ -44,7 +42,7 @@ class StridedShard(Shard):
         drawn_from: list[Any] = [self.sampler, getattr(self.sampler, "sampler", None)]
         drawn_from = [sampler for sampler in drawn_from if _has_generator(sampler)]
         before = [sampler.generator for sampler in drawn_from]
-        with _drawing_from(seed):
+        with drawing_from(seed):
             try:
                 for sampler in drawn_from:
                     sampler.generator = torch.Generator().manual_seed(seed)
@@ -71,24 +69,6 @@ def _part(items: Iterable[Any], rank: int, size: int, even: bool) -> Iterator[An
         items = (items * math.ceil(target / len(items)))[:target]
     # A rank without items gets one of another rank, to repeat while others still evaluate.
     return iter(items[rank::size] or items[:1])
-
-
-@contextmanager
-def _drawing_from(seed: int) -> Iterator[None]:
-    """Seed the global generators equally on every rank, and restore them afterwards."""
-    numpy = sys.modules.get("numpy.random")
-    python, arrays = random.getstate(), None if numpy is None else numpy.get_state()
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which seeds devices too
-        random.seed(seed)
-        if numpy is not None:
-            numpy.seed(seed % 2**32)
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            if numpy is not None:
-                numpy.set_state(arrays)
 
 
 def agree_on_seed(run: Run) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from geartrain import Run, TrainingError
-from geartrain.plugin_api import length
+from geartrain.plugin_api import length, single_loaders
 
 #: Stands for a batch after a rank has run out.
 _OUT = object()
@@ -19,8 +19,10 @@ _OUT = object()
 
 def is_sure(loader: Any) -> bool:
     """True if a loader's length is certain; the length of an IterableDataset is an estimate."""
-    dataset = getattr(loader, "dataset", None)
-    return not isinstance(dataset, IterableDataset) and length(loader) is not None
+    streams = (
+        isinstance(getattr(one, "dataset", None), IterableDataset) for one in single_loaders(loader)
+    )
+    return not any(streams) and length(loader) is not None
 
 
 def until_first_rank_is_done(run: Run, batches: Iterable[Any]) -> Iterator[Any]:

@@ -34,6 +34,8 @@ TARGETS = {
     ("trainer", "Trainer"): "geartrain:Trainer",
     ("fabric", "Fabric"): "geartrain:Fabric",
     ("utilities", "seed_everything"): "geartrain:seed_everything",
+    ("utilities", "CombinedLoader"): "geartrain:CombinedLoader",
+    ("trainer", "CombinedLoader"): "geartrain:CombinedLoader",
     ("accelerators", "find_usable_cuda_devices"): "geartrain.accelerators:find_usable_cuda_devices",
     ("callbacks", "Callback"): "geartrain.callbacks:Callback",
     ("callbacks", "EarlyStopping"): "geartrain.callbacks:EarlyStopping",
@@ -244,7 +246,7 @@ OF_TRAINER_CALL = {
     "move_metrics_to_cpu": (
         "nothing: outputs of training_epoch_end are detached, and those of predict on the CPU"
     ),
-    "multiple_trainloader_mode": "nothing: combine the loaders in train_dataloader",
+    "multiple_trainloader_mode": "gt.CombinedLoader(loaders, mode) in place of the loaders",
     "stochastic_weight_avg": "plugins=['ema'], which averages exponentially",
 }
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 from torch.optim import Optimizer
 
-from geartrain import Module, Run, UsageError, seed_everything
+from geartrain import CombinedLoader, Module, Run, UsageError, seed_everything
 from geartrain.plugin_api import (
     STEPS,
     Stage,
     check_name,
     count_batches,
+    each_loader,
     needs_closure,
     scalar,
     share_temporary_folder,
@@ -150,7 +152,11 @@ class SessionRun:
             )
         run = self._run_of(self.run, Models())
         run.stage = stage
-        mine = run.hooks.shard_dataloader(run=run, loader=loader, stage=stage) if shard else loader
+        if isinstance(loader, CombinedLoader) and loader.mode == "sequential":
+            what = "setup_dataloaders: a CombinedLoader with mode='sequential'"
+            raise UsageError(f"{what} is not iterated. Fix: set up each of its loaders")
+        part = partial(_part_of_this_rank, run, stage)
+        mine = each_loader(loader, part) if shard else loader
         share_temporary_folder([mine])
         run.stages = {stage: Stage([mine], [count_batches(mine, None, stage)])}
         self.run.stages[stage].loaders.append(mine)  # the loader's workers end with the session
@@ -210,3 +216,7 @@ class SessionRun:
         run.logs.logged.update(values)
         if run.world.rank == 0:
             run.hooks.log_metrics(run=run, metrics=values, step=run.step if step is None else step)
+
+
+def _part_of_this_rank(run: Run, stage: str, loader: Any) -> Any:
+    return run.hooks.shard_dataloader(run=run, loader=loader, stage=stage)

@@ -1,0 +1,130 @@
+"""The source of a run's loaders: those given, a DataModule or the module."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from geartrain.data.combined import CombinedLoader
+from geartrain.data.loaders import is_loader
+from geartrain.errors import UsageError
+from geartrain.module.module import DataModule, Module, overridden
+
+#: stage -> the method that returns its loaders.
+_METHODS = {
+    "train": "train_dataloader",
+    "validate": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DataSource:
+    """The source of a run's loaders."""
+
+    #: stage -> the loaders that the user passed to ``Trainer``, if any.
+    given: Mapping[str, Any]
+    datamodule: DataModule | None = None
+
+    @staticmethod
+    def method(stage: str) -> str:
+        """Return the name of the method that makes a stage's loaders."""
+        return _METHODS[stage]
+
+    def missing(self, stage: str) -> UsageError:
+        """Return the error for a stage without loaders."""
+        fix = f"give one, or define {_METHODS[stage]} on the module or a DataModule"
+        return UsageError(f"there is no loader to {stage}. Fix: {fix}")
+
+    def check(self, stage: str, module: Module) -> None:
+        """Refuse a stage of a command if no loaders are given and no method makes them.
+
+        Raises:
+            UsageError: there is no source of loaders.
+        """
+        method, data = _METHODS[stage], self.datamodule
+        makes = (data is not None and overridden(data, method)) or hasattr(module, method)
+        if self.given.get(stage) is None and not makes:
+            raise self.missing(stage)
+
+    def loaders(self, stage: str, module: Module) -> list[Iterable[Any]]:
+        """Return the loaders of a stage: those given, else the DataModule's, else the module's.
+
+        Raises:
+            UsageError: the loaders are neither loaders nor batches.
+        """
+        given, method = self.given.get(stage), _METHODS[stage]
+        owner: Module | DataModule = module
+        if self.datamodule is not None and overridden(self.datamodule, method):
+            owner = self.datamodule
+        if given is None and callable(getattr(owner, method, None)):
+            given = getattr(owner, method)()
+            if given is None and stage == "validate":
+                what = f"{type(owner).__name__}.{method} returned None"
+                warnings.warn(f"{what}, so there is nothing to validate", stacklevel=2)
+        return [] if given is None else read_loaders(given, stage)
+
+
+def read_loaders(given: Any, stage: str) -> list[Iterable[Any]]:
+    """Return the loaders in a stage's data, in their order.
+
+    Args:
+        given: a loader, batches, or nested lists and dicts of loaders.
+
+    Returns:
+        The loaders. Several to train on are one :class:`geartrain.CombinedLoader`.
+
+    Raises:
+        UsageError: it holds no loaders; or it cannot be iterated.
+    """
+    if isinstance(given, CombinedLoader):
+        if stage != "train" and given.mode != "sequential":
+            what = f"a CombinedLoader to {stage} has mode={given.mode!r}"
+            raise UsageError(f"{what}. Fix: use mode='sequential', or a list of loaders")
+        if stage == "train" and given.mode == "sequential":
+            what = "a CombinedLoader to train has mode='sequential'"
+            fix = "use a DataLoader of torch.utils.data.ConcatDataset, or another mode"
+            raise UsageError(f"{what}. Fix: {fix}")
+        return [given] if stage == "train" else given.loaders
+    found = list(_leaves(given))
+    loaders = [item for item in found if is_loader(item)]
+    kind, is_list = type(given).__name__, isinstance(given, list | tuple)
+    is_text_or_frame = isinstance(given, str | bytes) or hasattr(given, "itertuples")
+    if not isinstance(given, Iterable) or is_text_or_frame:  # a data frame iterates its columns
+        what = f"the {stage} loader is {_shown(given)}, which is not a loader"
+        raise UsageError(f"{what}. Fix: use a DataLoader or an iterable of batches")
+    has_loader = any(isinstance(item, DataLoader) for item in found)
+    if isinstance(given, Mapping) or (is_list and has_loader):
+        if not found or len(loaders) < len(found):
+            others = dict.fromkeys(type(item).__name__ for item in found if not is_loader(item))
+            what = f"the {kind} to {stage} holds {', '.join(others) or 'nothing'}"
+            raise UsageError(f"{what} in place of loaders. Fix: give loaders alone in it")
+    elif not is_list or not found or len(loaders) < len(found):
+        return [given]
+    if any(isinstance(item, CombinedLoader) for item in found):
+        raise UsageError(f"a {kind} to {stage} holds a CombinedLoader. Fix: give it alone")
+    if stage != "train" or not isinstance(given, Mapping | list | tuple):
+        return loaders
+    if is_list and len(given) == 1:
+        what = f"a {kind} of one loader is given to train on"
+        raise UsageError(f"{what}. Fix: give the loader itself, or a dict for batches in a dict")
+    return [CombinedLoader(given, "max_size_cycle")]
+
+
+def _shown(thing: Any) -> str:
+    text = repr(thing)
+    return text if len(text) < 60 else f"a {type(thing).__name__}"
+
+
+def _leaves(thing: Any) -> Iterator[Any]:
+    """Yield the leaves of nested lists, tuples and dicts."""
+    if isinstance(thing, Mapping | list | tuple):
+        for item in thing.values() if isinstance(thing, Mapping) else thing:
+            yield from _leaves(item)
+    else:
+        yield thing

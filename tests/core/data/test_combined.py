@@ -1,0 +1,367 @@
+"""CombinedLoader: the batches of each mode, its length, what is refused, ranks and resuming."""
+
+import pickle
+
+import pytest
+import torch
+from small_models import EvalNet, Net, Stream, fit, loader, trainer
+from torch.utils.data import DataLoader, IterableDataset
+
+import geartrain as gt
+from geartrain import CombinedLoader, TrainingError, UsageError, hookimpl
+from geartrain.callbacks import ModelCheckpoint
+from geartrain.testing import run_plugin
+
+
+def of(*numbers, **options):
+    """Return a loader of these numbers, one a batch."""
+    return DataLoader([torch.tensor(float(n)) for n in numbers], batch_size=1, **options)
+
+
+def plain(batch):
+    """Return a batch with numbers in place of tensors."""
+    if isinstance(batch, dict):
+        return {key: plain(one) for key, one in batch.items()}
+    if isinstance(batch, list | tuple):
+        return [plain(one) for one in batch]
+    return batch if batch is None else batch.tolist()[0]
+
+
+class Sees(gt.Module):
+    """Notes its batches; its dropout draws random numbers in each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(plain(batch))
+        parts = batch.values() if isinstance(batch, dict) else batch
+        total = sum(part.sum() for part in parts if part is not None)
+        return (torch.nn.functional.dropout(self.weight) * total).sum() / 100
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+def seen(data, **options):
+    module = Sees()
+    return fit(module, data, **options), module.seen
+
+
+# --- modes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("min_size", [(1, 5), (2, 6)]),
+        ("max_size", [(1, 5), (2, 6), (None, 7), (None, 8), (None, 9)]),
+        ("max_size_cycle", [(1, 5), (2, 6), (1, 7), (2, 8), (1, 9)]),
+    ],
+)
+@pytest.mark.parametrize("known", [True, False])
+def test_each_mode_trains_on_its_batches(mode, expected, known):
+    short, long = of(1, 2), of(5, 6, 7, 8, 9)
+    if not known:
+        long = Stream(long)
+    data = CombinedLoader({"a": short, "b": long}, mode)
+    one, batches = seen(data, max_epochs=2)
+    assert batches == [{"a": a, "b": b} for a, b in expected] * 2
+    assert one.global_step == 2 * len(expected)
+    assert one.num_training_batches == (len(expected) if known else float("inf"))
+
+
+def test_a_dict_of_loaders_cycles_the_shorter():
+    _, batches = seen({"a": of(1, 2), "b": of(3)})
+    assert batches == [{"a": 1, "b": 3}, {"a": 2, "b": 3}]
+
+
+@pytest.mark.parametrize("form", [list, tuple])
+def test_several_loaders_make_a_list(form):
+    _, batches = seen(form([of(1, 2), of(3)]))
+    assert batches == [[1, 3], [2, 3]]
+
+
+def test_a_limit_counts_combined_batches():
+    one, batches = seen({"a": of(1), "b": of(2, 3, 4, 5)}, limit_train_batches=0.5)
+    assert batches == [{"a": 1, "b": 2}, {"a": 1, "b": 3}]
+    assert one.num_training_batches == 2
+
+
+def test_accumulation_takes_combined_batches():
+    one, batches = seen([of(1), of(2, 3, 4)], accumulate_grad_batches=2)
+    assert one.global_step == 2
+    assert len(batches) == 3
+
+
+def test_the_module_and_a_datamodule_return_a_combined_loader():
+    class Data(gt.DataModule):
+        def train_dataloader(self):
+            return CombinedLoader([of(1), of(2, 3)], "min_size")
+
+    _, batches = seen(Data())
+    assert batches == [[1, 2]]
+
+
+def test_the_trainer_has_the_loaders_by_name():
+    data = {"a": of(1), "b": of(2)}
+    one, _ = seen(data)
+    assert one.train_dataloader == data
+
+
+def test_manual_optimisation_gets_combined_batches():
+    class Manual(Sees):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.manual_backward(loss)
+            self.optimizers().step()
+
+    module = Manual()
+    fit(module, {"a": of(1), "b": of(2, 3)})
+    assert module.seen == [{"a": 1, "b": 2}, {"a": 1, "b": 3}]
+
+
+def test_a_session_trains_on_a_combined_loader():
+    with gt.Session(accelerator="cpu") as session:
+        data = session.setup_dataloaders(CombinedLoader({"a": of(1), "b": of(2, 3)}, "max_size"))
+        assert len(data) == 2
+        assert [plain(batch) for batch in data] == [{"a": 1, "b": 2}, {"a": None, "b": 3}]
+
+
+# --- evaluation -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["validate", "test", "predict"])
+def test_a_sequential_one_is_evaluated_as_its_list(command):
+    loaders = [loader(8), loader(12, 3)]
+    net = EvalNet()
+    found = getattr(trainer(), command)(net, CombinedLoader(loaders, "sequential"))
+    expected = getattr(trainer(), command)(net, loaders)
+    if command == "predict":
+        assert [list(map(len, one)) for one in found] == [list(map(len, one)) for one in expected]
+    else:
+        assert found == expected
+
+
+def test_other_modes_are_refused_in_evaluation():
+    data = CombinedLoader([loader(), loader()])
+    with pytest.raises(UsageError, match=r"to test has mode='min_size'.*Fix: use mode="):
+        trainer().test(EvalNet(), data)
+    with pytest.raises(UsageError, match="to validate has mode='min_size'"):
+        fit(EvalNet(), loader(), data)
+
+
+# --- mistakes -------------------------------------------------------------------------------------
+
+SAME = of(1)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({}, "dict to train holds nothing in place of loaders"),
+        ({"a": of(1), "b": 3}, "holds int in place of loaders"),
+        ({"a": of(1), "b": {"c": of(1)}}, r"\['b'\] holds loaders itself"),
+        ([of(1), [of(1)]], r"\[1\] holds loaders itself"),
+        ([of(1)], "a list of one loader .* Fix: give the loader itself"),
+        ({"a": SAME, "b": SAME}, r"\['b'\] is the loader of \['a'\] again.*Fix: make another"),
+        ({"a": of(1), "b": (x for x in of(1))}, r"\['b'\] is a generator, .* only once"),
+        ([of(1), CombinedLoader([of(1), of(2)])], "list to train holds a CombinedLoader"),
+    ],
+)
+def test_wrong_loaders_are_refused_before_anything_starts(data, words):
+    class Launches:
+        @hookimpl(wrapper=True)
+        def launch(self):
+            raise AssertionError
+            yield
+
+    with pytest.raises(UsageError, match=words):
+        fit(Sees(), data, plugins=[Launches()])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (({"a": of(1)}, "max_sise"), "mode='max_sise' is unknown. Did you mean 'max_size'.*Fix:"),
+        (({},), "got an empty dict. Fix: give a dict or list of DataLoaders"),
+        ((of(1),), "got DataLoader"),
+        (({"a": "text"},), r"\['a'\] is a str, which is not a loader"),
+        (({"a": torch.ones(2)},), r"\['a'\] is a Tensor, which is not a loader"),
+    ],
+)
+def test_a_wrong_combined_loader_is_refused(arguments, words):
+    with pytest.raises(UsageError, match=words):
+        CombinedLoader(*arguments)
+
+
+def test_training_refuses_the_mode_sequential():
+    data = CombinedLoader([of(1), of(2)], "sequential")
+    with pytest.raises(UsageError, match=r"to train has mode='sequential'. Fix: .*ConcatDataset"):
+        fit(Sees(), data)
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
+@pytest.mark.parametrize("nothing", [of(), Stream([])])
+def test_an_empty_loader_is_named(mode, nothing):
+    data = CombinedLoader({"a": of(1), "b": nothing}, mode)
+    with pytest.raises(TrainingError, match=r"CombinedLoader: \['b'\] (is empty|gave no batch)"):
+        fit(Sees(), data)
+
+
+def test_a_loader_that_gives_nothing_the_second_time_is_named():
+    class Once:
+        left = 1
+
+        def __iter__(self):
+            self.left, n = 0, self.left
+            return iter([torch.ones(1)] * n)
+
+    with pytest.raises(TrainingError, match=r"\[0\] gave no batch when it began again: Once"):
+        fit(Sees(), [Once(), Stream(of(1, 2))])
+
+
+# --- resume ---------------------------------------------------------------------------------------
+
+
+def shuffled(n, workers=0, own_generator=False):
+    options = {"num_workers": workers, "persistent_workers": workers > 0}
+    if own_generator:
+        options["generator"] = torch.Generator().manual_seed(3)
+    return of(*range(n), shuffle=True, **options)
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
+@pytest.mark.parametrize("own_generator", [False, True])
+def test_a_run_resumes_bit_for_bit_within_an_epoch(tmp_path, mode, own_generator):
+    def go(folder, path=None):
+        module = Sees()
+        data = {"a": shuffled(3, own_generator=own_generator), "b": shuffled(8)}
+        every = ModelCheckpoint(
+            dirpath=tmp_path / folder, filename="{step}", every_n_train_steps=1, save_top_k=-1
+        )
+        one = trainer(seed=1, max_epochs=3, callbacks=[every])
+        one.fit(module, CombinedLoader(data, mode), ckpt_path=path)
+        return module
+
+    whole = go("whole")
+    for step in (2, 5, 7):  # within an epoch; the shorter loader has begun again before 5 and 7
+        rest = go(f"rest {step}", tmp_path / "whole" / f"step={step}.ckpt")
+        assert rest.seen == whole.seen[step:]
+        assert torch.equal(rest.weight, whole.weight)
+
+
+@pytest.mark.parametrize("step", [8, 10])  # the first epoch's end, and within the second
+def test_persistent_workers_resume_bit_for_bit(tmp_path, step):
+    def go(folder, path=None):
+        module, every = (
+            Sees(),
+            ModelCheckpoint(
+                dirpath=tmp_path / folder, filename="{step}", every_n_train_steps=2, save_top_k=-1
+            ),
+        )
+        one = trainer(seed=1, max_epochs=2, callbacks=[every])
+        one.fit(module, {"a": shuffled(3, workers=1), "b": shuffled(8, workers=1)}, ckpt_path=path)
+        return module.seen
+
+    whole = go("whole")
+    assert go("rest", tmp_path / "whole" / f"step={step}.ckpt") == whole[step:]
+
+
+def test_a_loader_begins_again_in_another_order():
+    _, batches = seen({"a": shuffled(6), "b": of(*range(24))}, seed=1)
+    passes = [[batch["a"] for batch in batches[i : i + 6]] for i in range(0, 24, 6)]
+    assert all(sorted(one) == list(range(6)) for one in passes)
+    assert len(set(map(tuple, passes))) == 4
+
+
+def test_workers_of_a_loader_that_begins_again_are_seeded_alike_after_a_resume(tmp_path):
+    class Noise(torch.utils.data.Dataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            return torch.rand(1)[0]
+
+    def go(path=None):
+        module = Sees()
+        data = {"a": DataLoader(Noise(), num_workers=1), "b": of(*range(5))}
+        every = ModelCheckpoint(
+            dirpath=tmp_path / str(path is None),
+            filename="{step}",
+            every_n_train_steps=1,
+            save_top_k=-1,
+        )
+        one = trainer(seed=1, callbacks=[every])
+        one.fit(module, data, ckpt_path=path)
+        return module.seen
+
+    whole = go()
+    assert go(tmp_path / "True" / "step=3.ckpt") == whole[3:]
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+def test_each_loader_is_sharded():
+    results = run_plugin(module=Sees(), data={"a": of(1, 2, 3, 4), "b": of(5, 6)}, seed=1)
+    batches = [result.module.seen for result in results]
+    assert [[batch["a"] for batch in one] for one in batches] == [[1, 3], [2, 4]]
+    assert [[batch["b"] for batch in one] for one in batches] == [[5, 5], [6, 6]]
+
+
+def test_ranks_with_other_lengths_end_together():
+    class Uneven(Sees):
+        def train_dataloader(self):
+            count = 3 - self.trainer.global_rank
+            return {"a": Numbers(1), "b": Numbers(count)}
+
+    with pytest.warns(UserWarning, match="have run out before the others"):
+        results = run_plugin(module=Uneven())
+    assert [len(result.module.seen) for result in results] == [2, 2]
+
+
+class Numbers(IterableDataset):
+    def __init__(self, count):
+        self.count = count
+
+    def __iter__(self):
+        return iter([torch.ones(1)] * self.count)
+
+
+def test_it_can_be_sent_to_another_process():
+    again = pickle.loads(pickle.dumps(CombinedLoader({"a": of(1), "b": of(2, 3)}, "max_size")))
+    assert [plain(batch) for batch in again] == [{"a": 1, "b": 2}, {"a": None, "b": 3}]
+
+
+def test_workers_end_with_the_run():
+    data = {"a": of(1, num_workers=1, persistent_workers=True), "b": of(2, 3, 4)}
+    _, batches = seen(data, max_epochs=2)
+    assert [batch["a"] for batch in batches] == [1] * 6
+    assert data["a"]._iterator is None
+
+
+def test_an_error_in_a_step_ends_the_workers():
+    class Fails(Sees):
+        def training_step(self, batch, batch_idx):
+            raise KeyError("the user's own")
+
+    data = {"a": of(1, 2, num_workers=1), "b": of(2, 3, num_workers=1, persistent_workers=True)}
+    with pytest.raises(KeyError, match="the user's own"):
+        fit(Fails(), data)
+    assert data["b"]._iterator is None
+
+
+def test_a_mean_over_batches_of_several_sizes_asks_for_the_size():
+    class Logs(Net):
+        def training_step(self, batch, batch_idx):
+            loss = self.loss(batch["a"]) + self.loss(batch["b"])
+            self.log("loss", loss, on_epoch=True)
+            return loss
+
+    with pytest.warns(UserWarning, match="does not say how many samples it has.*batch_size=NUMBER"):
+        fit(Logs(), {"a": loader(8, 4), "b": loader(8, 2)})
