@@ -19,6 +19,7 @@ KNOWN = {
     ("strategy", "horovod"): "geartrain-horovod",
     ("strategy", "bagua"): "geartrain-bagua",
     **{("plugin", name): "geartrain-callbacks" for name in _CALLBACKS},
+    ("plugin", "compile"): "geartrain-compile",
     ("plugin", "csv"): "geartrain-csv",
     ("plugin", "device_stats"): "geartrain-device-stats",
     ("plugin", "manual_optimisation"): "geartrain-manual",

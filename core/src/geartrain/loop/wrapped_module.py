@@ -57,12 +57,18 @@ class WrappedModule(Module):
 
     # The ignored error: nn.Module's method has overloads.
     def state_dict(self, *arguments: Any, **named: Any) -> dict[str, Any]:  # type: ignore[override]
-        return self.model.state_dict(*arguments, **named)
+        return self._uncompiled.state_dict(*arguments, **named)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        return self.model.load_state_dict(state_dict, strict=strict, assign=assign)
+        return self._uncompiled.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    @property
+    def _uncompiled(self) -> nn.Module:
+        """The model, or the one that the user gave to ``torch.compile``: its names are the same."""
+        inner: nn.Module = getattr(self.model, "_orig_mod", self.model)
+        return inner
 
     def _loss_of(self, batch: Any) -> torch.Tensor:
         output = self(batch)
@@ -93,6 +99,13 @@ def as_module(command: str, model: Any, loss: Any, optimizer: Any) -> Any:
     """
     if isinstance(model, type):
         raise UsageError(f"{model.__name__} is a class. Fix: {command}({model.__name__}(...), ...)")
+    inner = getattr(model, "_orig_mod", None)  # of the result of torch.compile
+    if isinstance(inner, Module):
+        name = type(inner).__name__
+        raise UsageError(
+            f"torch.compile({name}) would not compile {name}'s steps and renames its weights. "
+            f"Fix: give {name} itself, and Trainer(plugins=['compile']) of geartrain-compile"
+        )
     if isinstance(model, WrappedModule) and loss is not None:
         model = model.model  # of the trainer's last run
     if isinstance(model, Module) or not isinstance(model, nn.Module):
