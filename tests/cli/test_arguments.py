@@ -253,3 +253,37 @@ def test_every_argument_of_the_trainer_has_an_option(command):
         "assume",
     }:
         assert spelt_otherwise.get(name, f"--{name} ") in shown
+
+
+# --- a plugin's name as a flag --------------------------------------------------------------------
+
+
+def selected(facts):
+    return [plugin["name"] for plugin in facts["plugins"]]
+
+
+@pytest.mark.parametrize(
+    "words", ["--csv", "--csv --csv.path a.csv", "--csv -q", "--plugin csv --csv"]
+)
+def test_flag_selects_the_plugin_of_that_name_once(plan, words):
+    assert selected(plan(f"--output out {words}")).count("csv") == 1
+
+
+def test_flag_has_hyphens_or_underscores(plan):
+    for words in ("--early-stopping", "--early_stopping"):
+        assert "early_stopping" in selected(plan(f"{words} --early-stopping.monitor loss"))
+
+
+@pytest.mark.parametrize("words", ["--csv 3", "--csv=true"])
+def test_flag_with_a_value_is_refused(refused, words):
+    assert "--csv takes no value.\nFix: use --csv, and --csv.OPTION VALUE" in refused(
+        f"explain net.py {words}"
+    )
+
+
+def test_flag_of_a_plugin_that_is_not_installed_names_its_distribution(refused):
+    assert "pip install geartrain-profile" in refused("explain net.py --profile")
+
+
+def test_misspelt_flag_is_refused(refused):
+    assert "there is no option --cvs" in refused("explain net.py --cvs")

@@ -3,7 +3,7 @@
 import pytest
 from pluggy import HookCaller
 
-from geartrain import Module, UsageError, hookimpl
+from geartrain import Module, TrainingError, UsageError, hookimpl
 from geartrain.builtin.defaults import Defaults
 from geartrain.hooks.manager import Hooks
 
@@ -69,6 +69,45 @@ def test_frozen_hooks_refuse_changes():
     hooks.freeze()
     with pytest.raises(UsageError, match="frozen"):
         hooks.manager.register(Doubles())
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_decorator_sees_every_call_and_changes_nothing(is_frozen):
+    calls = []
+
+    def decorate(function, impl, hook, label):
+        if hook != "all_gather":
+            return function
+
+        def call(*arguments, **named):
+            calls.append((label, impl.wrapper))
+            return function(*arguments, **named)
+
+        return call
+
+    for more, result in (([], 21), ([Doubles()], 42)):
+        hooks = hooks_of(strategy(owns(21)), *more)
+        hooks.decorate(decorate)
+        if is_frozen:
+            hooks.freeze()
+        assert gather(hooks) == result
+        assert [is_wrapper for _, is_wrapper in calls] == [True] * len(more) + [False]
+        assert calls[-1][0] == hooks.owner("all_gather").label
+        calls.clear()
+
+
+def test_decorated_owner_without_a_result_is_still_refused():
+    hooks = hooks_of(strategy(owns(None)))
+    hooks.decorate(lambda function, *_: lambda *arguments: function(*arguments))
+    with pytest.raises(TrainingError, match="'all_gather' returned None"):
+        gather(hooks)
+
+
+def test_frozen_hooks_refuse_a_decorator():
+    hooks = hooks_of()
+    hooks.freeze()
+    with pytest.raises(UsageError, match="frozen"):
+        hooks.decorate(lambda function, *_: function)
 
 
 def watch(hooks):

@@ -23,6 +23,7 @@ KNOWN = {
     ("plugin", "csv"): "geartrain-csv",
     ("plugin", "device_stats"): "geartrain-device-stats",
     ("plugin", "manual_optimisation"): "geartrain-manual",
+    ("plugin", "profile"): "geartrain-profile",
     ("plugin", "tensorboard"): "geartrain-tensorboard",
     ("plugin", "wandb"): "geartrain-wandb",
     ("plugin", "mlflow"): "geartrain-mlflow",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -100,13 +101,40 @@ class Hooks:
         Raises:
             UsageError: they are frozen.
         """
+        self._refuse_if_frozen()
+        return self._manager
+
+    def _refuse_if_frozen(self) -> None:
         if self._frozen:
             raise UsageError(
                 "the hooks are frozen once the run is set up, so a change of them would have no "
                 "effect. Fix: change them before, in Trainer(plugins=[...]) or in a setup_device "
                 "wrapper"
             )
-        return self._manager
+
+    def decorate(
+        self, decorator: Callable[[Callable[..., Any], HookImpl, str, str], Callable[..., Any]]
+    ) -> None:
+        """Replace the function of every hookimpl, for a plugin that measures them.
+
+        Args:
+            decorator: ``(function, impl, hook, label of its plugin)`` -> a function with the same
+                arguments and result, or ``function``; that of a wrapper returns a generator.
+
+        Raises:
+            UsageError: the hooks are frozen.
+        """
+        self._refuse_if_frozen()
+        for hook, caller in self._specs.items():
+            for impl in caller.get_hookimpls():
+                info = self._choice_of.get(id(impl.plugin))
+                label = info.label if info else impl.plugin_name
+                found = impl.function, unchecked(impl.function)  # freezing takes the second
+                new, own = (decorator(function, impl, hook, label) for function in found)
+                if new is not found[0]:
+                    functools.update_wrapper(new, found[0])
+                    new.unchecked = functools.update_wrapper(own, found[1])  # type: ignore[attr-defined]
+                    impl.function = new  # type: ignore[misc]
 
     def is_single(self, hook: str) -> bool:
         """True if exactly one implementation of the hook answers."""

@@ -19,7 +19,7 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from geartrain import Trainer, UsageError
-from geartrain.plugin_api import Registry, file_plugin, hint, is_file, nearest, user_path
+from geartrain.plugin_api import KNOWN, Registry, file_plugin, hint, is_file, nearest, user_path
 from geartrain_cli.target import Target, find_target
 
 #: Options that may be given several times -> the key that holds their list.
@@ -116,6 +116,7 @@ def read_arguments(
             argv = argv[1:]
     names = first_pass(argv, defaults or {})
     registry = Registry(names.repeated["block"])
+    _select_by_flag(names, registry)
     parser, groups = build_parser(command, target, names, registry, options or {})
     values = _parse(parser, names)
     assert target is not None  # without a target, --help was requested and has exited
@@ -171,6 +172,28 @@ def first_pass(argv: list[str], defaults: Mapping[str, Any]) -> Names:
             *names.repeated[key],
         ]
     return names
+
+
+def _select_by_flag(names: Names, registry: Registry) -> None:
+    """Select the plugin NAME for a flag ``--NAME`` without a value, such as ``--profile``."""
+    found = {name for kind, name in KNOWN if kind == "plugin"}
+    found |= {plugin.name for plugin in registry.of("plugin")}
+    plugins = {name.replace("-", "_"): name for name in found}
+    rest: list[str] = []
+    for token, after in pairwise([*names.rest, "--"]):
+        name, has_value, _ = token.removeprefix("--").partition("=")
+        plugin = plugins.get(name) if token.startswith("--") else None
+        selected = plugin in names.repeated["plugins"]
+        is_flag = not has_value and after.startswith("--")
+        if plugin is None or name in option_names() or (selected and not is_flag):
+            rest.append(token)
+        elif not is_flag:
+            raise UsageError(
+                f"--{name} takes no value. Fix: use --{name}, and --{name}.OPTION VALUE"
+            )
+        elif not selected:
+            names.repeated["plugins"].append(plugin)
+    names.rest = rest
 
 
 def _normalise(argv: list[str]) -> list[str]:
@@ -302,7 +325,7 @@ def build_parser(
         "--plugins",
         type=list[str],
         default=[],
-        help="a plugin's name or file; may be given several times",
+        help="a plugin's name or file; may be given several times; --NAME alone does the same",
     )
     parser.add_argument(
         "--block",

@@ -95,8 +95,8 @@ INSTEAD = {
     "callbacks": "a subclass of geartrain.callbacks.Callback, see docs/callbacks.md",
     "loggers": "a plugin with a log_metrics hook, see docs/write-a-plugin.md",
     "strategies": "an installed strategy (geartrain plugins), or see docs/write-a-strategy.md",
-    "profilers": "torch.profiler.profile() around fit, or plugins=['throughput']",
-    "profiler": "torch.profiler.profile() around fit, or plugins=['throughput']",
+    "profilers": "plugins=['profile'], or --profile on the command line",
+    "profiler": "plugins=['profile'], or --profile on the command line",
     "tuner": "geartrain.tuning.Tuner, or the command geartrain tune",
     "cli": _CLI,
     **{
@@ -160,7 +160,7 @@ OF_TRAINER = {
     "distributed_sampler_kwargs": "use_distributed_sampler=False, and your own sampler",
     "init_module": "nothing: a module is made on the CPU and moved once",
     "ckpt_path": "the path that you gave",
-    "profiler": "nothing: torch.profiler.profile() around fit",
+    "profiler": "the plugin 'profile', which writes profile.json and trace.json.gz",
 }
 
 #: Members of Lightning's Fabric that a Session does not have.
@@ -233,7 +233,7 @@ OF_TRAINER_CALL = {
     "terminate_on_nan": "plugins=['nan_guard']",
     "flush_logs_every_n_steps": "log_every_n_steps=N",
     "benchmark": "accelerator_options={'cudnn_benchmark': True}",
-    "profiler": "torch.profiler.profile() around fit, or plugins=['throughput']",
+    "profiler": "plugins=['profile'], or --profile on the command line",
     "barebones": "enable_progress_bar=False: nothing else is on by default",
     "reload_dataloaders_every_n_epochs": (
         "nothing: a loader is made once; make its dataset or sampler change with the epoch"

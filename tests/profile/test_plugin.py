@@ -1,0 +1,227 @@
+"""The plugin in runs: its table, its files, and runs that end early."""
+
+import gzip
+import json
+import re
+
+import pytest
+import torch
+from small_models import EvalNet, Logging, Net, fit, loader, trainer
+
+import geartrain as gt
+from geartrain import UsageError, hookimpl
+from geartrain_profile import Profile
+from geartrain_testing import run_plugin
+
+SHORT = {"wait": 1, "warmup": 1, "active": 2}
+
+
+def facts(folder, name="profile.json"):
+    return json.loads((folder / name).read_text())
+
+
+def rows(printed):
+    return {
+        m[1].strip(): float(m[2]) for m in re.finditer(r"(?m)^  (.{18})\s*([\d.]+) ms", printed)
+    }
+
+
+class Slow:
+    """Count its calls."""
+
+    calls = 0
+
+    @hookimpl
+    def on_step_end(self):
+        self.calls += 1
+
+
+def test_table_and_file_have_the_parts_and_the_plugins(tmp_path, capsys):
+    slow = Slow()
+    fit(Logging(), plugins=[Profile(trace=False), slow], output=tmp_path, log_every_n_steps=1)
+    found = facts(tmp_path)
+    assert (found["unit"], found["steps"]) == ("step", 5)  # the first is not counted
+    parts = {part["name"]: part for part in found["parts"]}
+    assert all(parts[name]["ms_per_step"] > 0 for name in ("data", "forward", "backward"))
+    assert sum(part["share"] for part in parts.values()) == pytest.approx(1)
+    total = sum(part["ms_per_step"] for part in parts.values())
+    assert total == pytest.approx(found["ms_per_step"])
+    assert [rank["rank"] for rank in found["ranks"]] == [0]
+    [own] = [hook for hook in found["hooks"] if hook["plugin"].endswith("Slow")]
+    assert (own["hook"], own["calls"], slow.calls) == ("on_step_end", 5, 6)
+    printed = capsys.readouterr().out
+    assert rows(printed)["forward"] == pytest.approx(parts["forward"]["ms_per_step"], abs=1e-3)
+    assert re.search(r"Slow on_step_end, 5 calls", printed)
+
+
+def test_validation_is_not_in_the_steps(tmp_path):
+    profile = Profile(trace=False)
+    fit(EvalNet(), val=loader(), plugins=[profile], output=tmp_path, val_check_interval=2)
+    found = facts(tmp_path)
+    assert found["validation"]["runs"] == 3
+    assert found["validation"]["ms_per_run"] > 0
+    calls = {hook["hook"]: hook["calls"] for hook in found["hooks"]}
+    assert calls["forward"] == found["steps"] == 5
+
+
+def test_weights_are_those_of_a_run_without_it():
+    nets = []
+    for plugins in ([], [Profile()]):
+        torch.manual_seed(0)
+        net = Net()
+        with pytest.warns(UserWarning, match="has no folder") if plugins else _nothing():
+            fit(net, plugins=plugins, accumulate_grad_batches=2, gradient_clip_val=0.1)
+        nets.append(net)
+    for a, b in zip(*(net.parameters() for net in nets), strict=True):
+        assert torch.equal(a, b)
+
+
+def _nothing():
+    import contextlib
+
+    return contextlib.nullcontext()
+
+
+def test_without_a_folder_it_says_so_and_prints(capsys):
+    with pytest.warns(UserWarning, match="has no folder, so it only prints its table. Fix"):
+        fit(plugins=[Profile()])
+    assert rows(capsys.readouterr().out)["backward"] > 0
+
+
+def test_trace_has_every_field_and_its_steps_are_not_in_the_table(tmp_path):
+    fit(plugins=[Profile(**SHORT)], output=tmp_path, max_epochs=2)
+    assert facts(tmp_path)["steps"] == 12 - 1 - 3
+    with gzip.open(tmp_path / "trace.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+    assert all({"ph", "ts", "pid", "tid"} <= event.keys() for event in events)
+    assert all(isinstance(event[name], int) for event in events for name in ("pid", "tid"))
+    spans = [event["name"] for event in events if event["ph"] == "X"]
+    assert spans.count("geartrain forward") >= 2
+    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert any(name.startswith("rank 0: ") for name in names)
+    assert not list(tmp_path.glob("*rank-*"))
+
+
+def test_resumed_run_keeps_the_first_files(tmp_path):
+    fit(Net(), plugins=[Profile(**SHORT)], output=tmp_path)
+    before = (tmp_path / "profile.json").read_bytes(), (tmp_path / "trace.json.gz").read_bytes()
+    again = trainer(plugins=[Profile(**SHORT)], output=tmp_path, max_epochs=2)
+    again.fit(Net(), loader(), ckpt_path="last")
+    after = (tmp_path / "profile.json").read_bytes(), (tmp_path / "trace.json.gz").read_bytes()
+    assert before == after
+    assert facts(tmp_path, "profile-2.json")["steps"] == 6 - 1 - 3
+    assert (tmp_path / "trace-2.json.gz").exists()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+@pytest.mark.parametrize("step", [3, 5])
+def test_interrupted_run_has_a_table_and_files(tmp_path, capsys, error, step):
+    class Fails:
+        @hookimpl
+        def on_epoch_start(self, run):
+            self.run = run
+
+        @hookimpl(wrapper=True)
+        def forward(self, run):
+            if run.step == step:
+                raise error
+            return (yield)
+
+    with pytest.raises(error):
+        fit(plugins=[Profile(**SHORT), Fails()], output=tmp_path)
+    assert rows(capsys.readouterr().out)["forward"] > 0
+    assert facts(tmp_path)["steps"] >= 1
+    assert (tmp_path / "trace.json.gz").exists()
+
+
+def test_short_runs_and_fast_dev_run(tmp_path, capsys):
+    fit(plugins=[Profile()], output=tmp_path / "a", max_steps=1)
+    assert "no trace: it needs more than 12 steps" in capsys.readouterr().out
+    assert facts(tmp_path / "a")["steps"] == 1
+    fit(plugins=[Profile()], output=tmp_path / "b", fast_dev_run=True)
+    assert rows(capsys.readouterr().out)["forward"] > 0
+    assert not (tmp_path / "b" / "profile.json").exists()
+
+
+def test_evaluation_counts_batches(tmp_path):
+    trainer(plugins=[Profile()], output=tmp_path).validate(EvalNet(), loader())
+    found = facts(tmp_path)
+    assert (found["unit"], found["steps"]) == ("batch", 6)
+
+
+def test_manual_optimisation(tmp_path):
+    class Manual(Net):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+    fit(Manual(), plugins=[Profile(trace=False)], output=tmp_path)
+    parts = {part["name"]: part["ms_per_step"] for part in facts(tmp_path)["parts"]}
+    assert all(parts[name] > 0 for name in ("forward", "backward", "optimizer"))
+
+
+def test_session_refuses_it():
+    with pytest.raises(
+        UsageError, match=r"geartrain-profile\[profile\]: a Session never calls on_validation"
+    ):
+        gt.Session(accelerator="cpu", devices=1, plugins=[Profile()])
+
+
+@pytest.mark.parametrize("options", [{"wait": 0}, {"active": 0}, {"warmup": -1}, {"active": True}])
+def test_wrong_options_are_refused(options):
+    with pytest.raises(UsageError, match=f"{next(iter(options))}=.*Fix: use a whole number"):
+        Profile(**options)
+
+
+def test_file_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch, capsys):
+    def full(path, text):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("geartrain_profile.plugin.write_text_file", full)
+    with pytest.warns(UserWarning, match="profile.json is not written: disk full"):
+        fit(plugins=[Profile(trace=False)], output=tmp_path)
+    assert rows(capsys.readouterr().out)["forward"] > 0
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_table_of_ranks_names_the_slowest(capsys, ranks):
+    run_plugin(Profile, ranks=ranks)
+    printed = capsys.readouterr().out
+    assert printed.count("profile: ") == 1
+    assert f"rank 0 of {ranks}" in printed
+    assert re.search(rf"forward.*slowest: rank [0-{ranks - 1}], [\d.]+ ms", printed)
+
+
+@pytest.mark.parametrize(
+    "options", [{"strategy": "dp"}, {"precision": "bf16-mixed"}, {"accumulate_grad_batches": 4}]
+)
+def test_other_options(tmp_path, options):
+    fit(plugins=[Profile(trace=False)], output=tmp_path, **options)
+    assert facts(tmp_path)["ms_per_step"] > 0
+
+
+def test_persistent_workers(tmp_path):
+    train = loader(num_workers=1, persistent_workers=True)
+    fit(train=train, plugins=[Profile(trace=False)], output=tmp_path, max_epochs=2)
+    parts = {part["name"]: part["ms_per_step"] for part in facts(tmp_path)["parts"]}
+    assert facts(tmp_path)["steps"] == 11
+    assert parts["data"] > 0
+
+
+def test_trace_that_cannot_be_recorded_or_written_is_a_warning(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", full)
+    with pytest.warns(UserWarning, match="the trace is lost: disk full"):
+        fit(plugins=[Profile(**SHORT)], output=tmp_path / "a")
+    assert facts(tmp_path / "a")["steps"] == 6 - 1 - 3
+    assert not (tmp_path / "a" / "trace.json.gz").exists()
+    monkeypatch.setattr(torch.profiler.profile, "start", full)
+    with pytest.warns(UserWarning, match="there is no trace: disk full"):
+        fit(plugins=[Profile(**SHORT)], output=tmp_path / "b")
+    assert facts(tmp_path / "b")["steps"] == 6 - 1
