@@ -1,6 +1,7 @@
 """The progress bar on a terminal, plain lines elsewhere, and the final table."""
 
 import fcntl
+import io
 import os
 import pty
 import re
@@ -10,14 +11,19 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 from types import SimpleNamespace
 
+import pyte
 import pytest
+from rich.console import Console
 from rich.progress import Progress
 from small_models import EvalNet, Logging, Net, Pretend, fit, loader, trainer
 
 import geartrain as gt
 from geartrain import hookimpl
+from geartrain_callbacks.bars import Terminal, _Bars
+from geartrain_callbacks.lines import Count
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"  # the cursor, during a drawing and afterwards
 
@@ -144,18 +150,20 @@ def test_redraws_are_limited(terminal, clock, draws, seconds, drawing, most):
     assert most / 2 - 1 <= len(draws) <= most
 
 
-def test_plain_lines_without_a_terminal(plain, capsys):
+def test_plain_lines_without_a_terminal(plain, clock, capsys):
+    """At most one line every 30 seconds, however short the epochs are."""
     fit(
         Logging(logs, lambda self, batch, batch_idx: self.log("acc", 0.5)),
         val=loader(),
-        max_epochs=2,
+        max_epochs=10,
+        plugins=[Tick(clock, 1.0)],
         enable_progress_bar=True,
     )
     printed = capsys.readouterr().err
     assert "\x1b" not in printed
     first, second = printed.splitlines()
-    assert first.startswith("epoch 1/2: step 6, ")
-    assert second.startswith("epoch 2/2: step 12, ")
+    assert first.startswith("epoch 1/10: step 6, ")
+    assert second.startswith("epoch 6/10: step 36, ")
     for line in (first, second):
         assert "steps/s" in line
         assert "loss=1.5" in line
@@ -317,6 +325,68 @@ def test_a_narrow_terminal_keeps_one_line_a_bar(terminal, monkeypatch, capsys, c
     assert max(map(len, lines)) <= columns
     if columns >= 20:
         assert any("6/6" in line for line in lines)
+
+
+ONE = {"train_loss": 0.123456, "val_acc": 0.98765, "grad_norm": 1234567.0, "lr": 1e-05}
+
+
+def drawn_at(columns, metrics, counts=("epoch 12/100",), done=123):
+    """Return the lines of the bars on a terminal with so many columns."""
+    console = Console(file=io.StringIO(), width=columns, force_terminal=True, color_system=None)
+    bars = _Bars(console)
+    bars._draw = lambda: console.print(bars._progress.get_renderable())
+    bars.show([Count(title, 469, time.monotonic() - 2, done=done) for title in counts], metrics)
+    return text(console.file.getvalue()).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"), [(40, 0), (60, 2), (80, 2), (120, 3), (200, 4), (400, 4)]
+)
+def test_whole_metrics_are_shown_at_each_width(columns, shown):
+    """A cut number would be another number."""
+    for title in ("validate", "validate 2/2"):
+        for line in drawn_at(columns, ONE, ["epoch 12/100", title]):
+            assert len(line) <= columns
+        first, second = drawn_at(columns, ONE, ["epoch 12/100", title])
+        assert "123/469" in first
+        assert "123/469" in second
+        whole = ["train_loss=0.1235", "val_acc=0.9877", "grad_norm=1.235e+06", "lr=1e-05"]
+        for name, value in (one.split("=") for one in whole):
+            for after in re.findall(rf"{name}=(\S*)", first):
+                assert after == value
+        assert sum(one in first for one in whole) >= shown
+        assert ("…" in first) == (sum(one in first for one in whole) < 4)
+        assert ("━" in first) == (columns >= 80)
+
+
+def test_the_name_of_a_metric_is_shortened_and_not_its_number():
+    name = "validation/mean_average_precision_over_all_classes_and_sizes"
+    (line,) = drawn_at(60, {name: 0.123456})
+    assert re.search(r" validation/\w+…=0.1235$", line)
+
+
+@pytest.mark.parametrize("titles", [["epoch 1/2"], ["epoch 1/2", "validate"]])
+def test_a_terminal_that_becomes_narrower_keeps_no_old_lines(monkeypatch, titles):
+    """pyte, unlike a terminal, does not wrap lines again; ``resize`` does."""
+    console = Console(file=io.StringIO(), width=120, height=24, force_terminal=True)
+    screen, metrics = pyte.Screen(120, 24), {"loss": 0.5}
+    bars = Terminal(console)
+    counts = [Count(title, 469, time.monotonic() - 2, done=123) for title in titles]
+    console.print("printed by the user")
+    bars.show(counts, metrics)
+    pyte.Stream(screen).feed(console.file.getvalue().replace("\n", "\r\n"))
+    lines = [line.ljust(120) for line in screen.display[: 1 + len(titles)]]
+    narrow = pyte.Screen(70, 24)
+    pyte.Stream(narrow).feed(lines[0].rstrip() + "\r\n" + "\r\n".join(lines[1:]))
+    console.file.seek(0)
+    console.file.truncate()
+    console.width = 70
+    bars.show(counts, metrics)
+    bars.stop()
+    pyte.Stream(narrow).feed(console.file.getvalue().replace("\n", "\r\n"))
+    shown = [line.strip() for line in narrow.display if line.strip()]
+    assert shown[0] == "printed by the user"
+    assert [line.split("  ")[0].split(" ━")[0].split(" ╸")[0] for line in shown[1:]] == titles
 
 
 def test_brackets_in_a_name_are_not_markup(terminal, capsys):

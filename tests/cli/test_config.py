@@ -239,3 +239,9 @@ def test_a_time_in_a_file_is_no_number_to_the_base_60(plan, write, text):
 )
 def test_val_check_interval_on_the_command_line(plan, text, read):
     assert plan(f"--val-check-interval {text}")["options"]["val_check_interval"] == read
+
+
+def test_a_config_that_does_not_exist(refused):
+    said = refused("explain net.py --config nothere.yaml")
+    assert "--config nothere.yaml: there is no such file.\nFix: name" in said
+    assert "Errno" not in said

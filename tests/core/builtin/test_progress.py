@@ -42,17 +42,17 @@ class Tick:
 
 
 class Slow(EvalNet):
-    """A batch of an evaluation takes two seconds."""
+    """A batch of an evaluation takes ten seconds."""
 
     def __init__(self, clock):
         super().__init__()
         self.clock = clock
 
     def on_validation_batch_start(self, batch, batch_idx, dataloader_idx=0):
-        self.clock.now += 2.0
+        self.clock.now += 10.0
 
 
-def test_a_line_an_epoch(clock, capsys):
+def test_lines_of_long_epochs(clock, capsys):
     def acc(self, batch, batch_idx):
         self.log("acc", 0.5)
 
@@ -61,16 +61,25 @@ def test_a_line_an_epoch(clock, capsys):
     assert lines == [
         "epoch 1/2: 3/6 batches, 0.1 steps/s",
         "epoch 1/2: 6/6 batches, 0.1 steps/s",
-        "epoch 1/2: step 6, 0.1 steps/s, loss=1.5 acc=0.5 hidden=7",
         "epoch 2/2: 3/6 batches, 0.1 steps/s, loss=1.5",
         "epoch 2/2: 6/6 batches, 0.1 steps/s, loss=1.5",
-        "epoch 2/2: step 12, 0.1 steps/s, loss=1.5 acc=0.5 hidden=7",
+    ]
+
+
+def test_short_epochs_print_a_line_every_thirty_seconds(clock, capsys):
+    tick = Tick(clock)
+    fit(Logging(logs), limit_train_batches=1, max_epochs=8, plugins=[tick], **ALONE)
+    assert [line.partition(":")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "epoch 1/8",
+        "epoch 4/8",
+        "epoch 7/8",
     ]
 
 
 def test_the_time_of_validation_does_not_count_in_the_rate_of_an_epoch(clock, capsys):
-    fit(Slow(clock), val=loader(), val_check_interval=3, plugins=[Tick(clock)], **ALONE)
-    assert "epoch 1/1: step 6, 0.1 steps/s, val_loss=" in capsys.readouterr().err
+    slow = {"val_check_interval": 1, "limit_train_batches": 2}
+    fit(Slow(clock), val=loader(), plugins=[Tick(clock)], **slow, **ALONE)
+    assert "epoch 1/1: step 2, 0.1 steps/s, val_loss=" in capsys.readouterr().err
 
 
 def test_the_closing_figures(clock, capsys):
@@ -116,7 +125,7 @@ def test_a_file_that_cannot_be_written_does_not_end_the_run(monkeypatch):
     def gone(*arguments, **options):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("geartrain.builtin.progress._say", gone)
+    monkeypatch.setattr("geartrain.builtin.progress.ProgressLines._say", gone)
     with pytest.warns(
         UserWarning, match=r"geartrain\[progress_lines\]: on_epoch_end raised OSError"
     ):

@@ -31,7 +31,10 @@ INDEXED = {
     ],
     "range": [(range(2), [0, 1]), (range(3, 0, -2), [3, 1])],
     "zero": [(value, ("zero devices",)) for value in (0, "0", [], (), "", range(0), "  ")],
-    "twice": [(value, ("unique", "1")) for value in ([1, 1], (0, 1, 1), "1,1", "1,1,0")],
+    "twice": [
+        (value, ("1 is given 2 times", "Fix: name each device once"))
+        for value in ([1, 1], (0, 1, 1), "1,1", "1,1,0")
+    ],
     "absent": [
         (value, ("asked for 9", "[0, 1, 2, 3]", "visible"))
         for value in ([9], 9, "9,", "9", [0, 9], "0,9")

@@ -4,6 +4,7 @@ import inspect
 import sys
 
 import pytest
+from small_models import fit
 
 from geartrain import UsageError
 from geartrain.planning.plugin_files import file_plugin, is_file, load_file
@@ -84,6 +85,15 @@ def test_class_that_inherits_its_hookimpls_is_a_plugin(write):
     write(ONE.format(name="Base"), "my_hooks_base.py")
     path = write("from my_hooks_base import Base\nclass Mine(Base): ...\n")
     assert file_plugin(str(path))[1].__name__ == "Mine"
+
+
+def test_a_callback_in_a_file_is_a_plugin(write, capsys):
+    path = write(
+        "from geartrain.callbacks import Callback\nclass Mine(Callback):\n"
+        "    def on_train_epoch_end(self, trainer, pl_module): print('an epoch is done')\n"
+    )
+    fit(plugins=[str(path)])
+    assert capsys.readouterr().out == "an epoch is done\n"
 
 
 def test_named_class_is_chosen_among_several(write):

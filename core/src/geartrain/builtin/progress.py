@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from geartrain.hookspecs import hookimpl
 from geartrain.loop.run import Run
 
-#: Seconds from one line to the next in a long epoch.
+#: The fewest seconds from one line to the next.
 SECONDS_A_LINE = 30.0
 
 
@@ -28,10 +28,11 @@ class ProgressLines:
         self._first_step = 0
         #: The time of the next line. Each step compares the clock with it.
         self._due = math.inf
+        self._said = -math.inf
 
     @hookimpl
     def on_run_start(self) -> None:
-        self._run_began, self._due = time.monotonic(), math.inf
+        self._run_began, self._due, self._said = time.monotonic(), math.inf, -math.inf
 
     @hookimpl
     def on_epoch_start(self, run: Run) -> None:
@@ -45,13 +46,13 @@ class ProgressLines:
             total = run.stages["train"].batches[0]
             done = f"{run.batch_idx}/{total}" if total is not None else str(run.batch_idx)
             what = f"{_epoch(run)}: {done} batches"
-            _say(run, [what, self._steps_a_second(run), _text(run.logs.prog_bar)])
+            self._say(run, [what, self._steps_a_second(run), _text(run.logs.prog_bar)])
 
     @hookimpl
     def on_epoch_end(self, run: Run) -> None:
         self._due = math.inf
         metrics = _text({**run.logs.prog_bar, **run.logs.logged})
-        _say(run, [f"{_epoch(run)}: step {run.step}", self._steps_a_second(run), metrics])
+        self._say(run, [f"{_epoch(run)}: step {run.step}", self._steps_a_second(run), metrics])
 
     @hookimpl
     def on_validation_start(self) -> None:
@@ -67,7 +68,7 @@ class ProgressLines:
             if None not in counts:
                 facts = [f"{total} batches", f"{total / max(seconds, 1e-9):.1f} batches/s"]
             facts.append(_text({**run.logs.prog_bar, **run.logs.logged}))
-            _say(run, [f"{run.stage}: {', '.join(facts)}"])
+            self._say(run, [f"{run.stage}: {', '.join(facts)}"])
 
     @hookimpl
     def on_run_end(self, run: Run) -> None:
@@ -83,6 +84,12 @@ class ProgressLines:
         seconds = max(time.monotonic() - self._began, 1e-9)
         return f"{(run.step - self._first_step) / seconds:.1f} steps/s"
 
+    def _say(self, run: Run, facts: Sequence[str]) -> None:
+        now = time.monotonic()
+        if run.world.rank == 0 and now - self._said >= SECONDS_A_LINE:
+            self._said = now
+            print(", ".join(filter(None, facts)), file=sys.stderr, flush=True)
+
 
 def _epoch(run: Run) -> str:
     last = run.plan.options.max_epochs
@@ -91,8 +98,3 @@ def _epoch(run: Run) -> str:
 
 def _text(metrics: Mapping[str, float]) -> str:
     return " ".join(f"{name}={value:.4g}" for name, value in metrics.items())
-
-
-def _say(run: Run, facts: Sequence[str]) -> None:
-    if run.world.rank == 0:
-        print(", ".join(filter(None, facts)), file=sys.stderr, flush=True)

@@ -277,4 +277,4 @@ def _warn_of(damaged: list[Path], used: Path) -> None:
         why = "the run was stopped before it saved a last checkpoint"
         if damaged:
             why = f"damaged, or saved by another program: {', '.join(map(str, damaged))}"
-        warnings.warn(f"{why}. Used instead: {used}, the newest that is whole", stacklevel=2)
+        warnings.warn(f"{why}. Used instead: {used}, the newest complete checkpoint", stacklevel=2)

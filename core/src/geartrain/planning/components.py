@@ -267,7 +267,8 @@ def plugin_parts(
 
 def _of_file(plugin: str, options: Mapping[str, Any]) -> Any:
     _, found = file_plugin(plugin)
-    return make(found, plugin, options) if isinstance(found, type) else found
+    made = make(found, plugin, options) if isinstance(found, type) else found
+    return made.as_plugin() if hasattr(made, "as_plugin") else made
 
 
 def more_parts(registry: Registry, callbacks: Any, max_time: Any) -> list[LoadedPlugin]:

@@ -93,8 +93,8 @@ def _indices(indices: list[Any], devices: Any, accelerator: str, available: int)
         raise _malformed(devices, accelerator, True)
     for index in indices:
         if indices.count(index) > 1:
-            what = f"{index} stands there {indices.count(index)} times"
-            raise UsageError(f"devices={devices!r}: indices must be unique, and {what}.")
+            what = f"{index} is given {indices.count(index)} times"
+            raise UsageError(f"devices={devices!r}: {what}. Fix: name each device once")
         if index >= available:
             raise _not_visible(index, devices, accelerator, available)
     return indices
@@ -109,4 +109,6 @@ def _malformed(devices: Any, accelerator: str, indexed: bool) -> UsageError:
     match = re.fullmatch(r"\s*[a-z]+:(\d+)\s*", devices) if isinstance(devices, str) else None
     hint = f' (for the device of index {match[1]}: "{match[1]},")' if match and indexed else ""
     forms = _FORMS if indexed else _COUNT_FORMS
-    return UsageError(f"devices={devices!r} is not understood on {accelerator}. Fix: {forms}{hint}")
+    return UsageError(
+        f"devices={devices!r} is no number or list of devices of {accelerator}. Fix: {forms}{hint}"
+    )

@@ -55,7 +55,9 @@ def is_file(name: str) -> bool:
 
 
 def file_plugin(spec: str) -> tuple[str, Any]:
-    """Return the plugin in a file: its one class with hookimpls, or the module if it has functions.
+    """Return the plugin in a file: its one plugin class, or the module if it has functions.
+
+    A plugin class has hookimpls, or ``as_plugin``, as a callback has.
 
     Args:
         spec: ``file.py`` or ``file.py:Class``.
@@ -71,7 +73,9 @@ def file_plugin(spec: str) -> tuple[str, Any]:
     classes = {
         name: cls
         for name, cls in vars(module).items()
-        if inspect.isclass(cls) and cls.__module__ == module.__name__ and has_hookimpls(cls)
+        if inspect.isclass(cls)
+        and cls.__module__ == module.__name__
+        and (has_hookimpls(cls) or hasattr(cls, "as_plugin"))
     }
     if wanted:
         if wanted not in classes:

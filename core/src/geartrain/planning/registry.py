@@ -139,7 +139,8 @@ class Registry:
         left = [c for c in hits if c.state != "blocked"]
         if not left:
             what = f"{hits[0].label} is blocked {hits[0].reason}"
-            raise UsageError(f"{what}. Fix: lift the block, or choose another {kind}.")
+            fix = f"Fix: remove it from --block or GEARTRAIN_BLOCK, or choose another {kind}"
+            raise UsageError(f"{what}. {fix}.")
         found = next((c for c in left if not c.contested), left[0])
         if found.contested:
             what, _, fix = found.reason.partition("; ")

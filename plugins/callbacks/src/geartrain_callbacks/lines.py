@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -61,10 +62,13 @@ def metrics_text(metrics: dict[str, float]) -> str:
 
 
 class Lines:
-    """Print a plain line from time to time, so that a log file shows progress."""
+    """Print a plain line at most every 30 seconds, so that a log file shows progress."""
 
     #: Seconds until the next call of ``show``.
     pause = SECONDS_A_LINE
+
+    def __init__(self) -> None:
+        self._said = -math.inf
 
     def show(self, counts: Sequence[Count], metrics: dict[str, float]) -> None:
         count = counts[-1]
@@ -79,6 +83,10 @@ class Lines:
         )
 
     def say(self, facts: Sequence[str]) -> None:
+        """Print one line, unless the newest line is younger than 30 seconds."""
+        if time.monotonic() - self._said < SECONDS_A_LINE:
+            return
+        self._said = time.monotonic()
         print(", ".join(filter(None, facts)), file=sys.stderr, flush=True)
 
     def stop(self) -> None:

@@ -239,7 +239,15 @@ _Loader.yaml_implicit_resolvers = {
 def _read_config(path: str) -> dict[str, Any]:
     try:
         loaded = yaml.load(text := user_path(path, "--config").read_text(encoding="utf-8"), _Loader)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"--config {path}: there is no such file. Fix: name a YAML file of options"
+        ) from error
+    except OSError as error:
+        raise UsageError(
+            f"--config {path}: {error.strerror}. Fix: name a YAML file that can be read"
+        ) from error
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageError(f"--config {path}: {error}") from error
     # Without aliases, a file has fewer values than characters.
     if not _has_at_most(max(len(text), 10_000), loaded):

@@ -82,7 +82,7 @@ def _check_name(kind: str, name: str) -> None:
         better = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_0123456789") or "mine"
         raise UsageError(
             f"{name!r} cannot be a plugin's name: use lower-case letters and digits, a letter "
-            f"first, and one - or _ between words. Fix: {better}"
+            f"first, and one - or _ between words. Fix: geartrain new {kind} {better}"
         )
     if len(name) > _LONGEST:
         raise UsageError(
