@@ -108,6 +108,7 @@ def test_hook_is_in_the_picture_or_called_on_demand(hook):
         "broadcast",
         "device_stats",
         "find_checkpoint",
+        "log_media",
         "make_ranks",
     )
 
