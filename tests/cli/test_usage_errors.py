@@ -90,7 +90,7 @@ def test_options(refused, folder, words, expected):
         ("5", ["asked for 5", "[0, 1, 2, 3]", "chip"]),
         ("4,", ["asked for 4", "[0, 1, 2, 3]", "chip"]),
         ("0,7", ["asked for 7", "[0, 1, 2, 3]", "chip"]),
-        ("1,1", ["unique"]),
+        ("1,1", ["1 is given 2 times", "name each device once"]),
         ("-3", ["-3"]),
     ],
 )
