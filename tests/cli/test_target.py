@@ -216,9 +216,9 @@ class Bare(gt.Module):
         ("...", "test", ["Bare", "test_step"]),
         ("...", "predict", ["Bare", "predict_step"]),
         (
-            "def backward(self, loss): ...\n    training_step = configure_optimizers = print",
+            "def log_grad_norm(self, norms): ...\n    training_step = configure_optimizers = print",
             "fit",
-            ["Bare.backward", "never be called"],
+            ["Bare.log_grad_norm", "never be called"],
         ),
     ],
 )
