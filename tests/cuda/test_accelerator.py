@@ -217,7 +217,11 @@ def test_devices_are_read_by_the_grammar(machine, devices, means):
 
 @pytest.mark.parametrize(
     ("devices", "words"),
-    [(9, "asked for 9, only [0, 1, 2, 3] are visible"), ([1, 1], "unique"), (0, "zero devices")],
+    [
+        (9, "asked for 9, only [0, 1, 2, 3] are visible"),
+        ([1, 1], "1 is given 2 times. Fix: name each device once"),
+        (0, "zero devices"),
+    ],
 )
 def test_devices_that_do_not_exist_are_refused(machine, devices, words):
     machine(4)
