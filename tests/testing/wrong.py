@@ -16,7 +16,7 @@ SHARED = r"^(?!test_(error_in|signal|one_device|multi_node|key_on_one_rank))"
 #: it runs even fewer: see each().
 TRAINING = r"equals_one_process|identical|communication|start_apart|buffers|no_sync|is_left"
 COMPUTED = (
-    r"\[sgd\]|coverage|sharded|samples|uneven|metrics|weighted|gather|broadcast|barrier"
+    r"\[sgd\]|coverage|sharded|samples|uneven|metrics|weighted_means|gather|broadcast|barrier"
     r"|fit_v|caller|is_left"
 )
 AROUND = r"\[sgd\]|fit_v|caller|plugins|metadata|loopback|is_left"
@@ -228,7 +228,7 @@ WRONG = {
             "test_metrics": r"sum is 5253\.0",
             "test_rank_without_samples": "declared off, and rank 1 did not see all samples",
         },
-        r"coverage|sharded|test_metrics|without_samples|weighted",
+        r"coverage|sharded|test_metrics|without_samples|weighted_means",
         capabilities={"sharded_loader": False},
     ),
     "uneven_inputs works": Wrong(
@@ -236,6 +236,12 @@ WRONG = {
         {"test_uneven_inputs": "declared unsupported and works"},
         "uneven",
         capabilities={"uneven_inputs": False},
+    ),
+    "weighted_loss works": Wrong(
+        "plain",
+        {"test_weighted_loss_unsupported": "declared unsupported and works"},
+        "weighted_loss",
+        capabilities={"weighted_loss": False},
     ),
     "loopback_only works": Wrong(
         "plain",
