@@ -29,6 +29,7 @@ GROUPS = {
 } | {"geartrain.strategies": "strategy"}
 #: Required options of plugins.
 OPTIONS = {
+    "compile": ["--compile.backend", "eager"],  # inductor needs a C++ compiler and a minute
     "early_stopping": ["--early_stopping.monitor", "train_loss"],
     "timer": ["--timer.duration", "00:01:00:00"],
     "wandb": ["--wandb.mode", "offline"],
