@@ -276,6 +276,8 @@ def test_its_own_object_of_a_silent_server_is_an_error_after_patience(monkeypatc
         own = MLflow(tracking_uri=f"http://127.0.0.1:{silent.getsockname()[1]}", patience=0.1)
         with pytest.raises(TrainingError, match="MLflow has not created the run within"):
             fit(own, net=Shows(lambda net: net.logger.experiment))
+        (left,) = [thread for thread in threading.enumerate() if thread.name == "mlflow"]
+    left.join(60)  # the closed socket ends its request
 
 
 @pytest.mark.parametrize(
