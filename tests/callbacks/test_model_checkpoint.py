@@ -107,6 +107,17 @@ def test_without_a_metric_the_newest_is_the_best(tmp_path, k, kept):
     assert callback.best_model_score is None
 
 
+@pytest.mark.parametrize(
+    ("monitor", "every", "kept"),
+    [("step", {"every_n_train_steps": 4}, [12, 16]), ("epoch", {}, [12, 18])],
+)
+def test_the_newest_are_kept(tmp_path, monitor, every, kept):
+    """Source: ``monitor="step"`` in the examples of Lightning's ``ModelCheckpoint``."""
+    callback = run_on(tmp_path, [5, 4, 6], monitor=monitor, mode="max", save_top_k=2, **every)
+    assert sorted(steps_of(tmp_path).values()) == kept
+    assert callback.best_model_path == str(tmp_path / f"step={kept[-1]}.ckpt")
+
+
 def test_last_ckpt_is_saved_at_every_check_even_if_the_score_is_not_among_the_best(tmp_path):
     callback = run_on(tmp_path / "both", [5, 4, 6], save_last=True)
     assert steps_of(tmp_path / "both") == {"last.ckpt": 18, "step=12.ckpt": 12}

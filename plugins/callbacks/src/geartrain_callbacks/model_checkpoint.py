@@ -64,7 +64,8 @@ class ModelCheckpoint:
     leaves the files there alone.
 
     Args:
-        monitor: the metric's name; ``None``: the newest checkpoint replaces the one before.
+        monitor: the metric's name; ``None``: the newest checkpoint replaces the one before;
+            ``"step"`` or ``"epoch"`` with ``mode="max"`` keeps the newest ``save_top_k``.
         mode: ``"min"`` if smaller is better, ``"max"`` if larger is better.
         save_top_k: how many of the best to keep; -1 keeps all, 0 none. Without ``monitor``: -1, 0
             or 1.
@@ -111,7 +112,7 @@ class ModelCheckpoint:
         if monitor is None and save_top_k > 1:
             raise UsageError(
                 f"model_checkpoint: save_top_k={save_top_k} needs a metric. "
-                "Fix: monitor='val_loss', or save_top_k=1 or -1"
+                "Fix: monitor='val_loss', or monitor='step' and mode='max' to keep the newest"
             )
         if save_top_k == 0 and not save_last:
             raise UsageError(
@@ -416,6 +417,8 @@ class ModelCheckpoint:
         score = None
         if self.monitor is not None:
             score, when = run.reported.get(self.monitor), run.logs.when.get(self.monitor, (-1, -1))
+            if self.monitor in ("epoch", "step"):  # self.log refuses these names
+                score, when = getattr(run, self.monitor), (run.epoch, run.step)
             missing = ""
             if score is None:
                 missing = not_logged("model_checkpoint", self.monitor, sorted(run.metrics))
