@@ -32,6 +32,7 @@ class Options:
     limit_test_batches: int | float | None = None
     limit_predict_batches: int | float | None = None
     overfit_batches: int | float = 0.0
+    reload_dataloaders_every_n_epochs: int = 0
     val_check_interval: int | float | timedelta = 1.0
     check_val_every_n_epoch: int | None = 1
     num_sanity_val_steps: int = 2
@@ -110,6 +111,7 @@ class Options:
         _check_least("max_steps", self.max_steps, -1)
         _check_least_and_most("epochs", self.min_epochs, self.max_epochs)
         _check_least_and_most("steps", self.min_steps, self.max_steps)
+        _check_least("reload_dataloaders_every_n_epochs", self.reload_dataloaders_every_n_epochs, 0)
         _check_least("num_sanity_val_steps", self.num_sanity_val_steps, -1)
         _check_least("accumulate_grad_batches", self.accumulate_grad_batches, 1)
         _check_least("log_every_n_steps", self.log_every_n_steps, 1)

@@ -70,6 +70,8 @@ class Trainer(TrainerProperties):
         limit_predict_batches: the same for each loader to predict, of all ranks together.
         overfit_batches: train and validate on the first batches of each loader, in order, the same
             in each epoch: a number, or a fraction between 0.0 and 1.0.
+        reload_dataloaders_every_n_epochs: call ``train_dataloader()`` and ``val_dataloader()``
+            again in each n-th epoch; 0: never.
         val_check_interval: validate after this fraction of an epoch, or number of batches; or if
             this time (as for ``max_time``, but no number) has passed since the last validation,
             at a flush or the end of an epoch.
@@ -122,6 +124,7 @@ class Trainer(TrainerProperties):
         limit_test_batches: int | float | None = None,
         limit_predict_batches: int | float | None = None,
         overfit_batches: int | float = 0.0,
+        reload_dataloaders_every_n_epochs: int = 0,
         # str first: the command line would read 10:00:00:00 as a number to the base 60.
         val_check_interval: str | int | float | timedelta | Mapping[str, float] = 1.0,
         check_val_every_n_epoch: int | None = 1,
@@ -368,6 +371,8 @@ class Trainer(TrainerProperties):
         size = getattr(datamodule, "batch_size", None) if size is None else size
         self.check(model, command, size, datamodule, resumes)
         source.check("train" if command == "fit" else command, model)
+        if command == "fit" and self.plan.options.reload_dataloaders_every_n_epochs:
+            source.check_reload()
         start = Start(find_checkpoint_file(checkpoint, self.hooks, self.output, resumes), resumes)
         self.datamodule = datamodule
         if datamodule is not None:

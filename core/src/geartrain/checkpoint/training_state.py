@@ -1,6 +1,6 @@
 """Save and load a checkpoint's ``"fit"``: all that ``fit`` needs to resume, except the weights.
 
-:func:`training_state` saves it; :func:`load_training_state`, :func:`begin_epoch` and
+:func:`training_state` saves it; :func:`load_training_state`, :func:`restore_random_state` and
 :meth:`Resumed.skip` restore it.
 
 Rank 0 writes one file, with its own weights, optimizers and schedulers. If a strategy's ranks
@@ -69,6 +69,7 @@ def training_state(run: Run, epochs: int) -> dict[str, Any]:
         "parts": own,
         "random": random_now(run),
         "began": run.epoch_start if within else None,
+        "made": run.loaders_start,
         "logs": run.logs.state_dict(within),
         "metric_objects": map_tensors(objects, _to_cpu),
     }
@@ -200,7 +201,7 @@ class Resumed:
             warnings.warn(f"{what}: those before are gone", stacklevel=2)
 
 
-def begin_epoch(run: Run) -> None:
+def restore_random_state(run: Run) -> None:
     """Record the random state at the beginning of an epoch, so that its batches can be replayed.
 
     In the first epoch of a run that resumes, first restore the state that was recorded then.
@@ -244,7 +245,8 @@ def refuse(run: Run, state: dict[str, Any], path: Path) -> None:
                 f"Fix: use a larger {name}"
             )
     total, same_size = run.stages["train"].batches[0], len(fit["ranks"]) == run.world.size
-    if same_size and total is not None and fit["batch_idx"] > total:
+    again = options.reload_dataloaders_every_n_epochs  # the loaders may be those of another epoch
+    if same_size and not again and total is not None and fit["batch_idx"] > total:
         raise UsageError(
             f"{path} was saved after {fit['batch_idx']} batches of an epoch, which now has "
             f"{total}. Fix: use the same data and batch size"

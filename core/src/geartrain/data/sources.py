@@ -52,6 +52,18 @@ class DataSource:
         if self.given.get(stage) is None and not makes:
             raise self.missing(stage)
 
+    def check_reload(self) -> None:
+        """Refuse loaders that were given to a fit with ``reload_dataloaders_every_n_epochs``.
+
+        Raises:
+            UsageError: one was given, so nothing could make it again.
+        """
+        given = [_METHODS[stage] for stage, loaders in self.given.items() if loaders is not None]
+        if given:
+            what = "reload_dataloaders_every_n_epochs makes loaders again, and these were given"
+            fix = f"return them from {' and '.join(given)} of the module or a DataModule"
+            raise UsageError(f"{what}. Fix: {fix}")
+
     def loaders(self, stage: str, module: Module) -> list[Iterable[Any]]:
         """Return the loaders of a stage: those given, else the DataModule's, else the module's.
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from geartrain.checkpoint.training_state import begin_epoch
 from geartrain.data.loaders import close_batches
 from geartrain.data.sharding import set_epoch
 from geartrain.errors import TrainingError, UsageError
@@ -24,6 +23,7 @@ from geartrain.loop.optimizers import (
     step_schedules,
     zero_grad,
 )
+from geartrain.loop.stages import begin_epoch
 
 if TYPE_CHECKING:
     from geartrain.loop.run import Run

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from geartrain.checkpoint.training_state import Resumed
+    from geartrain.data.sources import DataSource
     from geartrain.hooks.manager import Hooks
     from geartrain.launch.cluster import ClusterEnvironment
     from geartrain.loop.optimizers import Schedule
@@ -95,6 +96,8 @@ class Run:
     #: Called after plugins and modules have torn down, before this process leaves the group.
     #: ``launch`` sets it, as above.
     report_teardown: Callable[[], None] = _report_nothing
+    #: The source of the loaders of each stage.
+    source: DataSource = field(init=False)
     #: The run's folder, or ``None``.
     output: Path | None = None
     #: The wrapped ``StepForwarder(module)``; only the ``forward`` hook calls it.
@@ -153,6 +156,8 @@ class Run:
     repeating: bool = False
     #: The random state at the beginning of the running epoch.
     epoch_start: dict[str, Any] | None = None
+    #: The same when the loaders were made, if ``reload_dataloaders_every_n_epochs`` made them.
+    loaders_start: dict[str, Any] | None = None
     #: The position where the run resumes, in its first epoch; otherwise ``None``.
     resumed: Resumed | None = None
     #: A checkpoint in memory from which ``fit`` resumes, before any file; the same on all ranks. A

@@ -3,42 +3,28 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
 
 from geartrain.checkpoint.checkpoints import Start, load
-from geartrain.data.combined import CombinedLoader, each_loader, single_loaders
-from geartrain.data.loaders import (
-    count_batches,
-    describe,
-    end_workers,
-    length,
-    loader_batch_size,
-)
 from geartrain.data.seeding import determinism, seed_everything
-from geartrain.data.sharding import batches_in_turn, has_no_own_samples, in_fixed_order
 from geartrain.data.sources import DataSource
 from geartrain.errors import TrainingError, UsageError
 from geartrain.errors.hints import write_instead
-from geartrain.launch.forks import share_temporary_folder
 from geartrain.loop.evaluate import evaluate
 from geartrain.loop.fit import fit
 from geartrain.loop.optimizers import needs_closure, read_optimizers
-from geartrain.loop.run import Run, Stage, World
-from geartrain.loop.step_forwarder import ModuleHooks, StepForwarder, check_loader_count
+from geartrain.loop.run import Run, World
+from geartrain.loop.stages import end_all_workers, set_up_loaders
+from geartrain.loop.step_forwarder import ModuleHooks, StepForwarder
 from geartrain.loop.sync_batchnorm import synchronize
 from geartrain.metrics.objects import warn_of_unknown
 from geartrain.metrics.store import MetricStore
 from geartrain.module.module import DataModule, Module
-
-#: command -> the stages whose loaders it needs.
-_STAGES = {"fit": ("train", "validate")} | {s: (s,) for s in ("validate", "test", "predict")}
 
 
 def work(run: Run, source: DataSource, start: Start, local_rank: int) -> Any:
@@ -65,7 +51,8 @@ def work(run: Run, source: DataSource, start: Start, local_rank: int) -> Any:
         file = start.path if run.memory_checkpoint is None else None
         # Only the name: nodes may keep their copies in different folders.
         run.ranks.check(run, None if file is None else file.name)
-        _set_up_loaders(run, source)
+        run.source = source
+        set_up_loaders(run)
         if options.sync_batchnorm and run.command == "fit" and run.world.size > 1:
             undo.append(synchronize(run))
         _set_up_model(run, start)
@@ -125,51 +112,6 @@ def _attach(run: Run, source: DataSource) -> None:
     for owner in owners:
         owner.setup(run.command)
     warn_of_unknown(run.module)
-
-
-def _set_up_loaders(run: Run, source: DataSource) -> None:
-    for stage in _STAGES[run.command]:
-        limit = run.plan.options.limit(stage)
-        loaders = [] if limit == 0 else source.loaders(stage, run.module)
-        is_optional = stage == "validate" and run.command == "fit"
-        validates = callable(getattr(run.module, "validation_step", None))
-        if is_optional and loaders and not validates:
-            what = f"{type(run.module).__name__} has no validation_step"
-            warnings.warn(f"{what}: its {describe(loaders[0])} is not used", stacklevel=2)
-            loaders = []
-        if limit == 0 and not is_optional:
-            name = "val" if stage == "validate" else stage
-            raise UsageError(f"limit_{name}_batches=0 leaves nothing to {stage}.")
-        if not loaders and not is_optional:
-            raise source.missing(stage)
-        if loaders and stage != "train":
-            check_loader_count(run.module, stage, len(loaders))
-        if run.plan.options.overfit_batches and stage in ("train", "validate"):
-            fixed = partial(in_fixed_order, stage=stage, warns=run.world.rank == 0)
-            loaders = [each_loader(loader, fixed) for loader in loaders]
-        loaders = [each_loader(loader, partial(_sharded, run, stage)) for loader in loaders]
-        share_temporary_folder(loaders)
-        counts = [_count(loader, limit, stage) for loader in loaders]
-        run.stages[stage] = run.ranks.count_batches(run, stage, Stage(loaders, counts, counts))
-    size = loader_batch_size(run.stages["train"].loaders[0]) if run.command == "fit" else None
-    if size is not None:  # of the loader on this rank, which may be another than the user's
-        run.plan = run.trainer.plan = replace(run.plan, loader_batch_size=size)
-
-
-def _sharded(run: Run, stage: str, loader: Iterable[Any]) -> Iterable[Any]:
-    mine: Iterable[Any] = run.hooks.shard_dataloader(run=run, loader=loader, stage=stage)
-    return mine
-
-
-def _count(loader: Iterable[Any], limit: int | float | None, stage: str) -> int | None:
-    """Return the batches of this rank; to predict, the limit is for all ranks together."""
-    if isinstance(loader, CombinedLoader):
-        loader.check_lengths()
-    dealer = batches_in_turn(loader) if stage == "predict" else None
-    if dealer is None:
-        return 0 if has_no_own_samples(loader) else count_batches(loader, limit, stage)
-    total = count_batches(loader, limit, stage, length(dealer.sampler))
-    return None if total is None else len(range(dealer.rank, total, dealer.size))
 
 
 def _set_up_model(run: Run, start: Start) -> None:
@@ -233,9 +175,7 @@ def always_tear_down(
     for owner in owners:
         if run.module._run is run:
             _guard(failures, partial(owner.teardown, run.command))
-    used = chain.from_iterable(stage.loaders for stage in run.stages.values())
-    for loader in chain.from_iterable(map(single_loaders, used)):
-        _guard(failures, partial(end_workers, loader))
+    _guard(failures, partial(end_all_workers, run))
     if run.world.size > 1:  # the wrapper may own the process group, and must be freed before it
         run.model, run.step_functions = None, {}
     run.report_teardown()

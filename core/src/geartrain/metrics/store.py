@@ -227,6 +227,10 @@ class MetricStore:
         self._sized = (batch, size)
         return size
 
+    def forget_loaders(self) -> None:
+        """Look again how many samples batches have: the loaders are other ones."""
+        self._sizers.clear()
+
     # --- flushes ----------------------------------------------------------------------------------
 
     def drain(self) -> None:

@@ -52,7 +52,6 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "profiler": (None,),
     "benchmark": (False, None),
     "barebones": (False,),
-    "reload_dataloaders_every_n_epochs": (0,),
     "auto_select_gpus": (False,),
     "auto_lr_find": (False,),
     "auto_scale_batch_size": (False, None),

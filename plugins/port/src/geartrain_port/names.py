@@ -235,9 +235,6 @@ OF_TRAINER_CALL = {
     "benchmark": "accelerator_options={'cudnn_benchmark': True}",
     "profiler": "plugins=['profile'], or --profile on the command line",
     "barebones": "enable_progress_bar=False: nothing else is on by default",
-    "reload_dataloaders_every_n_epochs": (
-        "nothing: a loader is made once; make its dataset or sampler change with the epoch"
-    ),
     "enable_autolog_hparams": "nothing: every logger gets the hyperparameters",
     "model_registry": "nothing: upload the run's files yourself",
     "prepare_data_per_node": "nothing: prepare_data is called once per node",

@@ -1,0 +1,127 @@
+"""The loaders of a run: made before it, and again in the epochs in which they are due."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from geartrain.checkpoint.training_state import restore_random_state, set_random
+from geartrain.data.combined import CombinedLoader, each_loader, single_loaders
+from geartrain.data.loaders import (
+    count_batches,
+    describe,
+    end_workers,
+    length,
+    loader_batch_size,
+)
+from geartrain.data.sharding import (
+    batches_in_turn,
+    has_no_own_samples,
+    in_fixed_order,
+    order_seeds,
+    set_order_seeds,
+)
+from geartrain.errors import UsageError
+from geartrain.launch.forks import share_temporary_folder
+from geartrain.loop.run import Stage
+from geartrain.loop.step_forwarder import check_loader_count
+
+if TYPE_CHECKING:
+    from geartrain.loop.run import Run
+
+#: command -> the stages whose loaders it needs.
+_STAGES = {"fit": ("train", "validate")} | {s: (s,) for s in ("validate", "test", "predict")}
+
+
+def set_up_loaders(run: Run) -> None:
+    """Make the loaders of each stage of the command, with this rank's part of their samples.
+
+    Raises:
+        TrainingError: a loader is empty, or ranks have different training loaders.
+        UsageError: a stage has no loader, or loaders that cannot be used.
+    """
+    source = run.source
+    for stage in _STAGES[run.command]:
+        limit = run.plan.options.limit(stage)
+        loaders = [] if limit == 0 else source.loaders(stage, run.module)
+        is_optional = stage == "validate" and run.command == "fit"
+        validates = callable(getattr(run.module, "validation_step", None))
+        if is_optional and loaders and not validates:
+            what = f"{type(run.module).__name__} has no validation_step"
+            warnings.warn(f"{what}: its {describe(loaders[0])} is not used", stacklevel=2)
+            loaders = []
+        if limit == 0 and not is_optional:
+            name = "val" if stage == "validate" else stage
+            raise UsageError(f"limit_{name}_batches=0 leaves nothing to {stage}.")
+        if not loaders and not is_optional:
+            raise source.missing(stage)
+        if loaders and stage != "train":
+            check_loader_count(run.module, stage, len(loaders))
+        if run.plan.options.overfit_batches and stage in ("train", "validate"):
+            fixed = partial(in_fixed_order, stage=stage, warns=run.world.rank == 0)
+            loaders = [each_loader(loader, fixed) for loader in loaders]
+        loaders = [each_loader(loader, partial(_sharded, run, stage)) for loader in loaders]
+        share_temporary_folder(loaders)
+        counts = [_count(loader, limit, stage) for loader in loaders]
+        run.stages[stage] = run.ranks.count_batches(run, stage, Stage(loaders, counts, counts))
+    size = loader_batch_size(run.stages["train"].loaders[0]) if run.command == "fit" else None
+    if size is not None:  # of the loader on this rank, which may be another than the user's
+        run.plan = run.trainer.plan = replace(run.plan, loader_batch_size=size)
+
+
+def _sharded(run: Run, stage: str, loader: Iterable[Any]) -> Iterable[Any]:
+    mine: Iterable[Any] = run.hooks.shard_dataloader(run=run, loader=loader, stage=stage)
+    return mine
+
+
+def _count(loader: Iterable[Any], limit: int | float | None, stage: str) -> int | None:
+    """Return the batches of this rank; to predict, the limit is for all ranks together."""
+    if isinstance(loader, CombinedLoader):
+        loader.check_lengths()
+    dealer = batches_in_turn(loader) if stage == "predict" else None
+    if dealer is None:
+        return 0 if has_no_own_samples(loader) else count_batches(loader, limit, stage)
+    total = count_batches(loader, limit, stage, length(dealer.sampler))
+    return None if total is None else len(range(dealer.rank, total, dealer.size))
+
+
+def end_all_workers(run: Run) -> None:
+    """End the persistent workers of all loaders."""
+    used = chain.from_iterable(stage.loaders for stage in run.stages.values())
+    for loader in chain.from_iterable(map(single_loaders, used)):
+        end_workers(loader)
+
+
+def begin_epoch(run: Run) -> None:
+    """Make the loaders again if that is due, and record the random state from before.
+
+    In the first epoch of a run that resumes, restore the state that was recorded then.
+    """
+    every = run.plan.options.reload_dataloaders_every_n_epochs
+    made = run.epoch - run.epoch % every if every else 0
+    if run.resumed is not None and 0 < made < run.epoch:
+        run.loaders_start = run.resumed.rank.get("made")
+        if run.loaders_start is not None:
+            set_random(run, run.loaders_start)
+        _make_again(run, made)
+    restore_random_state(run)
+    if 0 < made == run.epoch:
+        run.loaders_start = run.epoch_start
+        _make_again(run, made)
+
+
+def _make_again(run: Run, epoch: int) -> None:
+    """Make the loaders of training and validation as those of ``epoch``."""
+    end_all_workers(run)
+    now, before = run.epoch, {name: stage.loaders for name, stage in run.stages.items()}
+    run.epoch = epoch  # the methods may read trainer.current_epoch
+    set_up_loaders(run)
+    run.epoch = now
+    for name, loaders in before.items():  # a strategy draws a new seed if the plan has none
+        for old, new in zip(loaders, run.stages[name].loaders, strict=False):
+            set_order_seeds(new, order_seeds(old))
+    run.logs.forget_loaders()
