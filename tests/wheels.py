@@ -54,6 +54,7 @@ COMMANDS = {
     "plugins": ["--json"],
     "doctor": ["--json"],
     "port": ["target.py"],
+    "report": ["run"],
     "tune": ["batch-size", "target.py", "--accelerator", "cpu", "--max-trials", "1"],
     "conformance": ["single", "--devices", "1", "-k", "metadata"],
     "new": ["plugin", "mine", "--output", "mine"],
@@ -92,6 +93,8 @@ class Data(gt.DataModule):
 if __name__ == "__main__":
     gt.cli(Line, Data)
 """
+#: A run that the command report shows.
+METRICS = '{"step": 1, "stage": "train", "train_loss": 0.5}\n'
 LOAD = """
 import json, sys
 from importlib.metadata import distribution
@@ -141,6 +144,7 @@ TOOL_COMMANDS = {
     "doctor": "geartrain-doctor",
     "new": "geartrain-testing",
     "port": "geartrain-port",
+    "report": "geartrain-report",
     "tune": "geartrain-tuner",
 }
 
@@ -273,6 +277,8 @@ def check(
     begun = time.monotonic()
     folder.mkdir()
     (folder / "target.py").write_text(TARGET, encoding="utf-8")
+    (folder / "run").mkdir()
+    (folder / "run" / "metrics.jsonl").write_text(METRICS, encoding="utf-8")
     is_alone = str(requirement) == "geartrain"
     # geartrain-cli runs the plugins of the other distributions.
     requirements = [requirement] if is_alone else [requirement, Requirement("geartrain-cli")]

@@ -32,6 +32,7 @@ KNOWN = {
     ("command", "doctor"): "geartrain-doctor",
     ("command", "new"): "geartrain-testing",
     ("command", "port"): "geartrain-port",
+    ("command", "report"): "geartrain-report",
     ("command", "tune"): "geartrain-tuner",
 }
 

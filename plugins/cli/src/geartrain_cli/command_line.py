@@ -27,6 +27,7 @@ _HELP = {
     "test": "test a module",
     "predict": "predict with a module",
     "tune": "find a learning rate (tune lr TARGET) or a batch size (tune batch-size TARGET)",
+    "report": "write one HTML page about one or several runs",
     "explain": "show the plan and the plugins that implement each hook; start nothing",
     "plugins": "list installed plugins, and why a plugin cannot be used",
     "doctor": "examine this machine and list the fixes",
@@ -41,7 +42,8 @@ usage: geartrain COMMAND TARGET [options]
 {commands}
 
 TARGET is file.py, file.py:Class or package.module:Class. Instead of a TARGET, conformance takes
-a strategy's name, new takes a kind and a name, port takes a file; plugins and doctor take nothing.
+a strategy's name, new takes a kind and a name, port takes a file, report takes folders of runs; plugins and doctor
+take nothing.
 geartrain COMMAND TARGET --help lists all options, including those of the target and of selected
 plugins. With --traceback, an error shows its whole traceback.
 """
