@@ -42,8 +42,8 @@ usage: geartrain COMMAND TARGET [options]
 {commands}
 
 TARGET is file.py, file.py:Class or package.module:Class. Instead of a TARGET, conformance takes
-a strategy's name, new takes a kind and a name, port takes a file, report takes folders of runs; plugins and doctor
-take nothing.
+a strategy's name, new takes a kind and a name, port takes a file, report takes folders of runs;
+plugins and doctor take nothing.
 geartrain COMMAND TARGET --help lists all options, including those of the target and of selected
 plugins. With --traceback, an error shows its whole traceback.
 """

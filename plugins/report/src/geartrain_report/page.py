@@ -10,10 +10,11 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from geartrain_report import __version__
@@ -70,11 +71,7 @@ def make_page(runs: Sequence[RunFiles]) -> str:
     }
     style = _asset("uPlot.min.css") + _asset("page.css")
     scripts = [_asset("uPlot.iife.min.js"), _asset("page.js")]
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["number"] = number
-    return environment.from_string(_asset("page.html.j2")).render(
+    return _template().render(
         generator=Markup(f'{GENERATOR} {__version__}">'),
         policy=_policy(style, scripts),
         title=f"{runs[0].name}: report" if len(runs) == 1 else f"{len(runs)} runs: report",
@@ -104,6 +101,15 @@ def make_page(runs: Sequence[RunFiles]) -> str:
         differences=differences(runs),
         plans=[plan_of(run) for run in runs],
     )
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["number"] = number
+    return environment.from_string(_asset("page.html.j2"))
 
 
 def _asset(name: str) -> str:

@@ -16,7 +16,8 @@ MARKS = ("plan.json", "metrics.jsonl", "summary.json")
 #: Bytes that are read at the beginning and at the end of a log.
 _LOG = 2**18
 _WARNING = re.compile(r"\b(\w*Warning: .+)")
-_LINES = 40
+#: Ranks whose logs are shown, and the lines of each.
+_RANKS, _LINES = 8, 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,8 @@ class RunFiles:
     media: list[Medium] = field(default_factory=list)
     #: Warnings in the logs of the ranks, with their number.
     warnings: Counter[str] = field(default_factory=Counter)
-    #: Of ranks that failed: name of the file -> its text.
-    errors: dict[str, str] = field(default_factory=dict)
+    #: The ends of the logs of a run that is not done: name of the file -> its last lines.
+    logs: dict[str, str] = field(default_factory=dict)
     #: Notes about these files, for the reader of the page.
     notes: list[str] = field(default_factory=list)
 
@@ -70,8 +71,14 @@ def read_run(folder: Path, name: str) -> RunFiles:
         run.metrics = read_metrics(folder / "metrics.jsonl")
         run.notes += run.metrics.notes
     _read_media(run)
-    for log in sorted(folder.glob("logs/rank-*.log"), key=_number):
-        _read_log(run, log)
+    logs = sorted(folder.glob("logs/rank-*.log"), key=_number)
+    ends = {log: _read_log(run, log) for log in logs}
+    if run.summary.get("status") != "done":
+        # The ranks that raised an error first; a rank that was killed could write none.
+        logs.sort(key=lambda log: not log.with_suffix(".error.json").exists())
+        run.logs = {f"logs/{log.name}": ends[log] for log in logs[:_RANKS] if ends[log]}
+        if len(logs) > _RANKS:
+            run.notes.append(f"The logs of {len(logs) - _RANKS} other ranks are in logs/.")
     return run
 
 
@@ -116,8 +123,8 @@ def _read_media(run: RunFiles) -> None:
         run.notes.append(f"media/index.jsonl: {lines} no file of this run, and are left out.")
 
 
-def _read_log(run: RunFiles, path: Path) -> None:
-    """Count the warnings in a rank's log; keep its end if the rank failed."""
+def _read_log(run: RunFiles, path: Path) -> str:
+    """Count the warnings in a rank's log; return its last lines."""
     size = path.stat().st_size
     with path.open("rb") as file:
         data = file.read(_LOG)
@@ -127,5 +134,4 @@ def _read_log(run: RunFiles, path: Path) -> None:
         data += file.read(_LOG)
     lines = data.decode("utf-8", "replace").splitlines()
     run.warnings.update(match[1] for line in lines if (match := _WARNING.search(line)))
-    if path.with_suffix(".error.json").exists():
-        run.errors[f"logs/{path.name}"] = "\n".join(lines[-_LINES:])
+    return "\n".join(lines[-_LINES:])

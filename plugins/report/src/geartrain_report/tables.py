@@ -41,7 +41,7 @@ def head(index: int, run: RunFiles) -> dict[str, Any]:
     plan_notes = _items(plan.get("notes"))
     return {
         "index": index,
-        "told": bool(error or run.errors or run.warnings or plan_notes or run.notes),
+        "told": bool(error or run.logs or run.warnings or plan_notes or run.notes),
         "name": run.name,
         "folder": str(run.folder),
         "status": words.partition(":")[0].replace(" ", "-"),
@@ -57,7 +57,7 @@ def head(index: int, run: RunFiles) -> dict[str, Any]:
         "setup": " · ".join(part for part in parts if part),
         "processes": processes,
         "error": error,
-        "logs": run.errors,
+        "logs": run.logs,
         "warnings": run.warnings.most_common(30),
         "more_warnings": max(len(run.warnings) - 30, 0),
         "notes": run.notes,
