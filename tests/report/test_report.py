@@ -159,7 +159,7 @@ def test_several_folders_are_written_to_the_working_directory(run_folder, comman
 def test_many_long_curves_stay_under_3_megabytes(run_folder, command, folder):
     names = [f"metric_{i}" for i in range(150)]
     for run in ("a", "b"):
-        run_folder(run, lines=[line(i, **dict.fromkeys(names, i / 7)) for i in range(600)])
+        run_folder(run, lines=[line(i, **dict.fromkeys(names, i / 7)) for i in range(800)])
     assert command("report a b").code == 0
     assert (folder / "report.html").stat().st_size < 3e6
 

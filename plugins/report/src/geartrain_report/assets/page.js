@@ -230,13 +230,16 @@
     figures.filter((figure) => made.has(Number(figure.dataset.chart))).forEach(make);
   }
 
-  // A page may have hundreds of charts: each is made when it comes into view.
+  // A page may have hundreds of charts: those below the window are made when they come into view.
   const seen = new IntersectionObserver((entries) => {
     for (const { target, isIntersecting } of entries) {
       if (isIntersecting && !made.has(Number(target.dataset.chart))) make(target);
     }
   }, { rootMargin: "300px" });
-  figures.forEach((figure) => seen.observe(figure));
+  for (const figure of figures) {
+    if (figure.getBoundingClientRect().top < innerHeight) make(figure);
+    else seen.observe(figure);
+  }
 
   let width = innerWidth;
   addEventListener("resize", () => {
