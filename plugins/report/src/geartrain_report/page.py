@@ -70,7 +70,9 @@ def make_page(runs: Sequence[RunFiles]) -> str:
         "charts": _points(drawn),
     }
     style = _asset("uPlot.min.css") + _asset("page.css")
-    scripts = [_asset("uPlot.iife.min.js"), _asset("page.js")]
+    # The page is a copy of uPlot, so it contains uPlot's licence.
+    licence = f"/*\n{_asset('uPlot-LICENSE')}*/\n"
+    scripts = [licence + _asset("uPlot.iife.min.js"), _asset("page.js")]
     return _template().render(
         generator=Markup(f'{GENERATOR} {__version__}">'),
         policy=_policy(style, scripts),
