@@ -29,8 +29,11 @@ GROUPS = {
 } | {"geartrain.strategies": "strategy"}
 #: Required options of plugins.
 OPTIONS = {
+    "accumulation_scheduler": ["--accumulation_scheduler.scheduling", '{"0": 2}'],
     "compile": ["--compile.backend", "eager"],  # inductor needs a C++ compiler and a minute
     "early_stopping": ["--early_stopping.monitor", "train_loss"],
+    "prediction_writer": ["--prediction_writer.output_dir", "predictions"],
+    "swa": ["--swa.swa_lrs", "0.1"],
     "timer": ["--timer.duration", "00:01:00:00"],
     "wandb": ["--wandb.mode", "offline"],
 }
@@ -72,6 +75,7 @@ class Line(gt.Module):
     def __init__(self):
         super().__init__()
         self.net = torch.nn.Linear(1, 1)
+        self.backbone = torch.nn.Identity()  # for backbone_finetuning
 
     def training_step(self, batch, batch_idx):
         loss = self.net(batch).square().mean()

@@ -80,8 +80,8 @@ def test_lines_that_cannot_be_ported_are_named(folder, command):
         place, _, what = line.partition(": ")
         named.setdefault(lines[int(place.split(":")[1]) - 1].strip(), []).append(what)
     wanted = {
-        "from pytorch_lightning.callbacks import StochasticWeightAveraging, Timer": [
-            "StochasticWeightAveraging",
+        "from pytorch_lightning.callbacks import WeightAveraging, Timer": [
+            "WeightAveraging",
             "EMA",
         ],
         "from pytorch_lightning.utilities import rank_zero_only": ["trainer.is_global_zero"],
@@ -574,7 +574,6 @@ CHANGED = {
         "each optimizer",
     ],
     "Trainer(fast_dev_run=True, track_grad_norm='inf')": ["2-norms", "grad_norm/NAME"],
-    "trainer.predict(net, return_predictions=False)": ["all outputs are collected"],
     "a.automatic_optimization = False; print(trainer.global_step)": [
         "trainer.global_step",
         "it counts batches",

@@ -159,6 +159,8 @@ class Trainer(TrainerProperties):
         )
         self.output = self.plan.output
         self._run: Run | None = None
+        #: The argument of :meth:`predict`; a plugin may set it if it is ``None``.
+        self.return_predictions: bool | None = None
 
     # --- the four commands ------------------------------------------------------------------------
 
@@ -256,20 +258,27 @@ class Trainer(TrainerProperties):
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
-    ) -> list[Any]:
+        return_predictions: bool | None = None,
+    ) -> list[Any] | None:
         """Collect the results of ``predict_step``; arguments as for :meth:`validate`.
 
+        Args:
+            return_predictions: ``False`` keeps no output; default: ``True``, unless a callback
+                writes them (:class:`geartrain.callbacks.BasePredictionWriter`).
+
         Returns:
-            One output a batch, on the CPU; a list of such lists if there are several loaders. Every
-            rank returns the outputs of all ranks, in the loader's order, and needs the memory for
-            them. If ranks do not share a loader (an IterableDataset, a DistributedSampler of the
-            user), the outputs of rank 0 come first, then those of rank 1, and so on.
+            One output a batch, on the CPU; a list of such lists if there are several loaders;
+            ``None`` if no output is kept. Every rank returns the outputs of all ranks, in the
+            loader's order, and needs the memory for them. If ranks do not share a loader (an
+            IterableDataset, a DistributedSampler of the user), the outputs of rank 0 come first,
+            then those of rank 1, and so on.
 
         Raises:
             TrainingError: the run failed; or an output cannot be pickled to reach the other ranks.
         """
+        self.return_predictions = return_predictions
         given = {"predict": dataloaders}
-        outputs: list[Any] = self._start("predict", model, given, datamodule, ckpt_path)
+        outputs: list[Any] | None = self._start("predict", model, given, datamodule, ckpt_path)
         return outputs
 
     def check(
@@ -503,7 +512,10 @@ class Trainer(TrainerProperties):
         options, batches = self.run.plan.options, self.num_training_batches
         steps: int | float = float("inf")
         if options.max_epochs != -1 and batches != float("inf"):
-            steps = -(-int(batches) // options.accumulate_grad_batches) * options.max_epochs
+            name, size = "get_accumulate_grad_batches", options.accumulate_grad_batches
+            of = (getattr(p.plugin, name) for p in self._parts if hasattr(p.plugin, name))
+            size_of = next(of, lambda epoch: size)
+            steps = sum(-(-int(batches) // size_of(epoch)) for epoch in range(options.max_epochs))
         return steps if options.max_steps == -1 else min(steps, options.max_steps)
 
     @property

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 _CALLBACKS = (
-    *("early_stopping", "ema", "lr_monitor", "model_checkpoint", "model_summary", "nan_guard"),
-    *("norms", "progress", "throughput", "timer"),
+    *("accumulation_scheduler", "backbone_finetuning", "early_stopping", "ema", "lr_monitor"),
+    *("model_checkpoint", "model_summary", "nan_guard", "norms", "prediction_writer", "progress"),
+    *("swa", "throughput", "timer"),
 )
 _COMMANDS = ("fit", "validate", "test", "predict", "explain", "plugins")
 #: (kind, name) -> the distribution of ours that provides it. Other names get no install line.

@@ -25,7 +25,7 @@ def evaluate(run: Run, stage: str) -> Any:
 
     Returns:
         For ``"predict"`` each batch's output on the CPU, of all ranks (a list of such lists if
-        there are several loaders); otherwise the metrics by name.
+        there are several loaders; ``None`` if they are not kept); otherwise the metrics by name.
     """
     prefix, on = _PREFIX.get(stage, stage), run.module_hooks
     before, run.stage = (run.stage, run.dataloader_idx), stage
@@ -42,7 +42,8 @@ def evaluate(run: Run, stage: str) -> Any:
             getattr(on, f"on_{prefix}_epoch_start")()
             loaders = run.current_stage.loaders
             outputs = [_one_loader(run, index, prefix) for index in range(len(loaders))]
-            if stage == "predict":
+            returns = stage == "predict" and run.trainer.return_predictions is not False
+            if returns:
                 pairs = zip(outputs, loaders, strict=True)
                 outputs = [run.ranks.outputs(run, mine, loader) for mine, loader in pairs]
             collected = outputs[0] if len(outputs) == 1 else outputs
@@ -55,7 +56,7 @@ def evaluate(run: Run, stage: str) -> Any:
             run.hooks.on_validation_end(run=run)
     finally:
         run.stage, run.dataloader_idx = before
-    return collected if stage == "predict" else metrics
+    return (collected if returns else None) if stage == "predict" else metrics
 
 
 def _one_loader(run: Run, index: int, prefix: str) -> list[Any]:
@@ -66,7 +67,8 @@ def _one_loader(run: Run, index: int, prefix: str) -> list[Any]:
     if run.stage == "sanity_check" and sanity != -1:
         limit = sanity if limit is None else min(limit, sanity)
     starts, ends = getattr(on, f"on_{prefix}_batch_start"), getattr(on, f"on_{prefix}_batch_end")
-    keeps = run.stage == "predict" or on.has(f"{prefix}_epoch_end")
+    returns = run.stage == "predict" and run.trainer.return_predictions is not False
+    keeps = returns or on.has(f"{prefix}_epoch_end")
     more = (index,) if len(stage.loaders) > 1 else ()
     outputs: list[Any] = []
     name = "validate" if run.stage == "sanity_check" else run.stage

@@ -236,7 +236,8 @@ class Registry:
         candidate = self.find(kind, name)
         cls = self.load(candidate)
         try:
-            plugin = make(cls, candidate.label, options or {})
+            made = make(cls, candidate.label, options or {})
+            plugin = made.as_plugin() if hasattr(made, "as_plugin") else made
         except Exception as error:
             candidate.fail(f"its __init__ raised {type(error).__name__}: {error}")
             raise
@@ -254,14 +255,12 @@ class Registry:
         cls = type(plugin)
         name = plugin.__name__ if isinstance(plugin, ModuleType) else cls.__name__
         info = PluginInfo(name, kind, None, None, reason)
-        if hasattr(plugin, "as_plugin"):
-            return LoadedPlugin(info, plugin.as_plugin())
         for candidate in self.of(kind):
             if _names(candidate.entry_point, cls):
                 candidate.state, candidate.reason = "selected", reason
                 info = candidate.info(reason)
                 break
-        return LoadedPlugin(info, plugin)
+        return LoadedPlugin(info, plugin.as_plugin() if hasattr(plugin, "as_plugin") else plugin)
 
 
 def _selected_again(kind: str, name: str, options: Mapping[str, Any]) -> Any:

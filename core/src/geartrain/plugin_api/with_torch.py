@@ -8,7 +8,10 @@ from geartrain.checkpoint.checkpoints import (
     save_checkpoint_file as save_checkpoint_file,
 )
 from geartrain.checkpoint.files import peek as peek, progress as progress
-from geartrain.checkpoint.training_state import load_optimizer as load_optimizer
+from geartrain.checkpoint.training_state import (
+    load_optimizer as load_optimizer,
+    strategy_can as strategy_can,
+)
 from geartrain.data.combined import each_loader as each_loader, single_loaders as single_loaders
 from geartrain.data.loaders import (
     BatchSizer as BatchSizer,

@@ -9,29 +9,41 @@ from __future__ import annotations
 from typing import Any
 
 from geartrain_callbacks._version import __version__
+from geartrain_callbacks.accumulation_scheduler import GradientAccumulationScheduler
 from geartrain_callbacks.callback import NOT_CALLED, Callback
 from geartrain_callbacks.early_stopping import EarlyStopping
 from geartrain_callbacks.ema import EMA
+from geartrain_callbacks.finetuning import BackboneFinetuning, BaseFinetuning
+from geartrain_callbacks.lambda_callback import LambdaCallback
 from geartrain_callbacks.lr_monitor import LearningRateMonitor
 from geartrain_callbacks.model_checkpoint import ModelCheckpoint
 from geartrain_callbacks.model_summary import ModelSummary
 from geartrain_callbacks.nan_guard import NaNGuard
 from geartrain_callbacks.norms import Norms
+from geartrain_callbacks.prediction_writer import BasePredictionWriter, PredictionWriter
 from geartrain_callbacks.progress_bar import ProgressBar
+from geartrain_callbacks.swa import StochasticWeightAveraging
 from geartrain_callbacks.throughput import Throughput
 from geartrain_callbacks.timer import Timer
 
 __all__ = [
     "EMA",
     "NOT_CALLED",
+    "BackboneFinetuning",
+    "BaseFinetuning",
+    "BasePredictionWriter",
     "Callback",
     "EarlyStopping",
+    "GradientAccumulationScheduler",
+    "LambdaCallback",
     "LearningRateMonitor",
     "ModelCheckpoint",
     "ModelSummary",
     "NaNGuard",
     "Norms",
+    "PredictionWriter",
     "ProgressBar",
+    "StochasticWeightAveraging",
     "Throughput",
     "Timer",
     "__version__",

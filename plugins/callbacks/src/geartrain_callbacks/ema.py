@@ -127,7 +127,8 @@ class EMA:
     def on_run_end(self, run: Run) -> None:
         if run.command == "fit" and self.updates:
             self._into_module(run)
-            say(run, f"ema: the module now holds the average of {self.updates} updates.")
+            name = "ema" if type(self) is EMA else "swa"
+            say(run, f"{name}: the module now holds the average of {self.updates} updates.")
 
     def state_dict(self) -> dict[str, Any]:
         average = self._loaded

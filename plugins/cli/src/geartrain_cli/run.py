@@ -20,12 +20,14 @@ def command(
 ) -> Trainer:
     """Make trainer, module and data from the options, and run one of the trainer's methods.
 
-    ``predict`` writes predictions.pt.
+    ``predict`` writes predictions.pt, unless a callback writes the predictions.
     """
     request = read_arguments(name, argv, target, defaults)
     check_module(request.target[0], name)
     trainer = request.trainer
-    if name == "predict" and trainer.output is None and not trainer.plan.options.fast_dev_run:
+    writes = any(getattr(part.plugin, "writes_predictions", False) for part in trainer.hooks.parts)
+    needs_folder = not writes and not trainer.plan.options.fast_dev_run
+    if name == "predict" and trainer.output is None and needs_folder:
         raise UsageError("predict writes predictions.pt into a folder. Fix: --output DIR")
     values, files = request.values, {"ckpt_path": request.values.checkpoint}
     if name == "fit":
@@ -35,6 +37,6 @@ def command(
     trainer.check(request.target[0], name, resumes=name == "fit" and values.resume is not None)
     model, data = request.make_model()
     result = getattr(trainer, name)(model, datamodule=data, **files)
-    if name == "predict" and trainer.output is not None and trainer.is_global_zero:
+    if result is not None and name == "predict" and trainer.output and trainer.is_global_zero:
         save_predictions(result, trainer.output / "predictions.pt")
     return trainer

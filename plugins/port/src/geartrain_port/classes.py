@@ -14,6 +14,21 @@ _CLASSES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
         ("monitor", "min_delta", "patience", "verbose", "mode"),
         {"log_rank_zero_only": ""},
     ),
+    "BackboneFinetuning": (
+        (
+            *("unfreeze_backbone_at_epoch", "lambda_func", "backbone_initial_ratio_lr"),
+            *("backbone_initial_lr", "should_align", "initial_denom_lr", "train_bn"),
+            *("verbose", "rounding"),
+        ),
+        {"initial_denom_lr": "", "verbose": "", "rounding": ""},
+    ),
+    "StochasticWeightAveraging": (
+        (
+            *("swa_lrs", "swa_epoch_start", "annealing_epochs", "annealing_strategy"),
+            *("avg_fn", "device"),
+        ),
+        {"device": ""},
+    ),
     "seed_everything": (("seed", "workers"), {"workers": "", "verbose": ""}),
     "Timer": (("duration", "interval", "verbose"), {"verbose": ""}),
     "EMAWeightAveraging": (
@@ -54,6 +69,7 @@ _CLASSES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
 _REORDERED = ("MLFlowLogger", "ModelCheckpoint", "WandbLogger")
 #: Class -> arguments without a counterpart.
 _LEFT = {
+    "StochasticWeightAveraging": ("avg_fn",),
     "EMAWeightAveraging": ("use_buffers", "update_starting_at_epoch"),
     "ModelCheckpoint": ("save_on_exception", "save_weights_only", "train_time_interval"),
     "WandbLogger": ("version", "id", "experiment", "prefix", "checkpoint_name"),

@@ -38,6 +38,17 @@ TARGETS = {
     ("trainer", "CombinedLoader"): "geartrain:CombinedLoader",
     ("accelerators", "find_usable_cuda_devices"): "geartrain.accelerators:find_usable_cuda_devices",
     ("callbacks", "Callback"): "geartrain.callbacks:Callback",
+    **{
+        ("callbacks", name): f"geartrain.callbacks:{name}"
+        for name in (
+            "BackboneFinetuning",
+            "BaseFinetuning",
+            "BasePredictionWriter",
+            "GradientAccumulationScheduler",
+            "LambdaCallback",
+            "StochasticWeightAveraging",
+        )
+    },
     ("callbacks", "EarlyStopping"): "geartrain.callbacks:EarlyStopping",
     ("callbacks", "ModelCheckpoint"): "geartrain.callbacks:ModelCheckpoint",
     ("callbacks", "LearningRateMonitor"): "geartrain.callbacks:LearningRateMonitor",
@@ -85,12 +96,10 @@ INSTEAD = {
     "Tuner": "geartrain.tuning.Tuner, or the command geartrain tune",
     "LearningRateFinder": "geartrain tune lr",
     "BatchSizeFinder": "geartrain tune batch-size",
-    "StochasticWeightAveraging": "geartrain.callbacks.EMA, or torch.optim.swa_utils",
     "WeightAveraging": "geartrain.callbacks.EMA, or torch.optim.swa_utils",
     "RichProgressBar": _PROGRESS_BAR,
     "TQDMProgressBar": _PROGRESS_BAR,
     "OnExceptionCheckpoint": "ModelCheckpoint, or your own Callback with on_exception",
-    "LambdaCallback": "a subclass of geartrain.callbacks.Callback",
     "metrics": "the package torchmetrics; with geartrain-torchmetrics, self.log takes its objects",
     "callbacks": "a subclass of geartrain.callbacks.Callback, see docs/callbacks.md",
     "loggers": "a plugin with a log_metrics hook, see docs/write-a-plugin.md",

@@ -389,11 +389,7 @@ class _Rewrite(cst.CSTTransformer):
                 f"{method}(ckpt_path='best')",
                 "callbacks=[ModelCheckpoint(monitor=..., dirpath=DIR)], which saves the best",
             )
-        if arguments.literal("return_predictions") is False:
-            arguments.changed.append(
-                ("predict(return_predictions=False)", "all outputs are collected, on every rank")
-            )
-        for name in ("verbose", "return_predictions", "weights_only"):
+        for name in ("verbose", "weights_only"):
             if name in arguments.names:
                 arguments.drop(name)
         return self._done(call, arguments, calls.fit(arguments) if method == "fit" else [])

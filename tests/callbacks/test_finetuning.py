@@ -1,0 +1,152 @@
+"""backbone_finetuning and its base class: which parameters train when, also after a resume."""
+
+from typing import ClassVar
+
+import pytest
+import torch
+from small_models import assert_equal, loader, trainer, weights
+from torch import nn
+
+import geartrain as gt
+from geartrain import UsageError
+from geartrain.callbacks import BackboneFinetuning, BaseFinetuning, ModelCheckpoint
+from geartrain.testing import ThreadRanks
+
+
+class Net(gt.Module):
+    def __init__(self, scheduler=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.backbone = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        self.head = nn.Linear(4, 1)
+        self.seen, self.rates, self.scheduler = [], [], scheduler
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return nn.functional.mse_loss(self.head(self.backbone(x)), y)
+
+    def on_train_epoch_end(self):
+        self.seen.append(weights(self))
+        (optimizer,) = self.trainer.optimizers
+        self.rates.append([group["lr"] for group in optimizer.param_groups])
+
+    def configure_optimizers(self):
+        trained = (p for p in self.parameters() if p.requires_grad)
+        optimizer = torch.optim.Adam(trained, lr=0.01)
+        if not self.scheduler:
+            return optimizer
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
+
+
+def run(callback, epochs=4, strategy="single", plugins=(), net=None, **options):
+    net = net or Net()
+    one = trainer(
+        max_epochs=epochs, callbacks=[callback], strategy=strategy, plugins=list(plugins), seed=1
+    )
+    one.fit(net, loader(shuffle=True), **options)
+    return net
+
+
+def changed(net, epoch, name):
+    before = net.seen[epoch - 1] if epoch else weights(Net())
+    return not torch.equal(before[name], net.seen[epoch][name])
+
+
+@pytest.mark.parametrize("strategy", ["single", ThreadRanks(2)])
+def test_the_backbone_trains_from_its_epoch_on(strategy):
+    net = run(BackboneFinetuning(2), strategy=strategy)
+    assert [changed(net, e, "backbone.0.weight") for e in range(4)] == [False, False, True, True]
+    assert [changed(net, e, "backbone.1.weight") for e in range(4)] == [True] * 4
+    assert [changed(net, e, "head.weight") for e in range(4)] == [True] * 4
+    assert net.rates == [[0.01], [0.01], [0.01, 0.001], [0.01, 0.002]]
+
+
+def test_batch_norm_stays_frozen_on_request():
+    net = run(BackboneFinetuning(1, train_bn=False), epochs=2)
+    assert [changed(net, e, "backbone.1.weight") for e in (0, 1)] == [False, False]
+    assert [changed(net, e, "backbone.1.running_mean") for e in (0, 1)] == [False, True]
+
+
+def test_the_rate_grows_as_asked():
+    rates = run(BackboneFinetuning(0, lambda epoch: 5.0, backbone_initial_lr=0.001)).rates
+    assert [rate[-1] for rate in rates] == pytest.approx([0.001, 0.005, 0.01, 0.01])
+    free = BackboneFinetuning(0, lambda epoch: 5.0, 0.2, should_align=False)
+    assert [rate[-1] for rate in run(free, 3).rates] == pytest.approx([0.002, 0.01, 0.05])
+
+
+@pytest.mark.parametrize("scheduler", [False, True])
+@pytest.mark.parametrize("step", [6, 8, 12, 14, 18, 20])
+def test_a_run_that_resumes_trains_the_same(tmp_path, step, scheduler):
+    def once(folder, **options):
+        saver = ModelCheckpoint(
+            dirpath=folder, filename="{step}", every_n_train_steps=2, save_top_k=-1
+        )
+        return run(BackboneFinetuning(2), plugins=[saver], net=Net(scheduler), **options)
+
+    whole = once(tmp_path / "whole")
+    resumed = once(tmp_path / "again", ckpt_path=tmp_path / "whole" / f"step={step}.ckpt")
+    assert_equal(resumed, whole)
+    assert resumed.rates[-1] == whole.rates[-1]
+
+
+def test_a_checkpoint_of_weights_starts_frozen(tmp_path):
+    saver = ModelCheckpoint(dirpath=tmp_path, filename="{epoch}", save_top_k=-1)
+    run(BackboneFinetuning(1), 2, plugins=[saver])
+    net = run(BackboneFinetuning(1), 1, checkpoint=tmp_path / "epoch=1.ckpt")
+    assert len(net.rates[0]) == 1
+
+
+class Own(BaseFinetuning):
+    """Freezes the first layer, and trains it with the whole backbone from epoch 1 on."""
+
+    def freeze_before_training(self, pl_module):
+        self.freeze([pl_module.backbone[0], {"more": pl_module.backbone[2]}], train_bn=False)
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer)
+
+
+def test_the_users_own_rule():
+    with pytest.warns(UserWarning, match="2 of 6 unfrozen parameters are in a group of Adam"):
+        net = run(Own(), 2)
+    assert net.rates == [[0.01], [0.01, 0.001]]
+    assert [changed(net, e, "backbone.2.weight") for e in (0, 1)] == [False, True]
+
+
+def test_parameters_are_found_once():
+    tied = nn.Linear(2, 2)
+    two = nn.ModuleDict({"a": tied, "b": nn.Sequential(tied, nn.BatchNorm1d(2))})
+    assert len(list(BaseFinetuning.filter_params(two))) == 4
+    assert len(list(BaseFinetuning.filter_params(two, train_bn=False))) == 2
+    assert not list(BaseFinetuning.filter_params(two, requires_grad=False))
+    assert len(BaseFinetuning.flatten_modules([two["b"], [tied]])) == 3
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"unfreeze_backbone_at_epoch": -1},
+        {"unfreeze_backbone_at_epoch": 1.0},
+        {"backbone_initial_ratio_lr": 0},
+        {"backbone_initial_lr": -1.0},
+    ],
+)
+def test_wrong_options(wrong):
+    with pytest.raises(UsageError, match=f"backbone_finetuning: {next(iter(wrong))}="):
+        BackboneFinetuning(**wrong)
+
+
+def test_a_module_without_backbone():
+    from small_models import Net as Other
+
+    with pytest.raises(UsageError, match=r"Net has no module 'backbone'\. Fix: self.backbone"):
+        run(BackboneFinetuning(1), net=Other())
+
+
+def test_a_strategy_that_waits_for_each_gradient_is_refused():
+    class Waits(ThreadRanks):
+        capabilities: ClassVar = {**ThreadRanks.capabilities, "unused_parameters": False}
+
+    with pytest.raises(UsageError, match=r"waits for the gradient of each\. Fix: find_unused"):
+        run(BackboneFinetuning(1), strategy=Waits(2))
