@@ -42,6 +42,8 @@ class EMA:
 
     #: A checkpoint holds rank 0's state.
     same_on_all_ranks = True
+    #: The plugin's name, for messages.
+    _name = "ema"
 
     def __init__(
         self, decay: float = 0.999, every: int = 1, start_step: int = 0, validate: bool = True
@@ -127,8 +129,7 @@ class EMA:
     def on_run_end(self, run: Run) -> None:
         if run.command == "fit" and self.updates:
             self._into_module(run)
-            name = "ema" if type(self) is EMA else "swa"
-            say(run, f"{name}: the module now holds the average of {self.updates} updates.")
+            say(run, f"{self._name}: the module now holds the average of {self.updates} updates.")
 
     def state_dict(self) -> dict[str, Any]:
         average = self._loaded
@@ -186,7 +187,7 @@ class EMA:
         ]
         if odd:
             raise UsageError(
-                f"geartrain-callbacks[ema]: its state is of another module: {odd[0]} differs. "
+                f"geartrain-callbacks[{self._name}]: its state is of another module: {odd[0]} differs. "
                 "Fix: pass the module that it averaged"
             )
         for name, average in zip(self._names, self._average, strict=True):

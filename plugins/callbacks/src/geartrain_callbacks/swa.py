@@ -39,6 +39,8 @@ class StochasticWeightAveraging(EMA):
     2018, with the recipe of ``torch.optim.swa_utils``; options of PyTorch Lightning.
     """
 
+    _name = "swa"
+
     def __init__(
         self,
         swa_lrs: float | list[float],
