@@ -1,4 +1,4 @@
-"""Fail unless ruff and mypy accept the packages that `geartrain new` writes."""
+"""Fail unless ruff and mypy accept what `geartrain new` writes."""
 
 import shutil
 import subprocess
@@ -21,8 +21,9 @@ def main() -> None:
         if known.is_dir():
             # torch's cache; mypy reads torch again if the package's settings differ.
             shutil.copytree(known, Path(folder, "cache"))
-        for kind in ("strategy", "accelerator", "plugin", "command"):
-            for name, tools in ((SHORT, (*RUFF, MYPY)), (LONG, RUFF)):
+        for kind in ("project", "strategy", "accelerator", "plugin", "command"):
+            long = LONG.replace("-", "_") if kind == "project" else LONG
+            for name, tools in ((SHORT, (*RUFF, MYPY)), (long, RUFF)):
                 package = Path(folder, f"{kind} {name}")
                 subprocess.run(
                     ["geartrain", "new", kind, name, "--output", package],
@@ -34,7 +35,7 @@ def main() -> None:
                         failed.append(f"{tool[0]}: {kind} {name}")
     if failed:
         sys.exit("\n".join(failed))
-    print("the packages of geartrain new are clean")
+    print("the files of geartrain new are clean")
 
 
 if __name__ == "__main__":

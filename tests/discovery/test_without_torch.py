@@ -70,6 +70,12 @@ def test_a_package_is_written(kind, tmp_path):
     assert (tmp_path / "package" / "src" / "geartrain_tandem" / "__init__.py").exists()
 
 
+def test_a_project_is_written(tmp_path):
+    result = command("new", "project", "tandem", "--output", str(tmp_path / "project"))
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "project" / "tandem.py").exists()
+
+
 def test_an_unknown_name_is_answered_without_torch():
     result = python(
         "from geartrain.planning.registry import Registry; Registry().find('strategy', 'sinlge')"

@@ -6,6 +6,7 @@ tests/testing/test_new_packages.py installs the packages.
 import ast
 import re
 import shutil
+import sys
 import tomllib
 from pathlib import Path
 
@@ -15,7 +16,8 @@ import geartrain
 from geartrain.hooks.plugin_info import GROUPS
 from geartrain_testing.new import _LONGEST, _TEMPLATES, _TRY
 
-KINDS = list(_TRY)
+#: The kinds that write a plugin.
+KINDS = [kind for kind in _TRY if kind != "project"]
 
 
 def use_of(kind, name):
@@ -82,6 +84,14 @@ def files(folder):
             ["option of geartrain's command line (--max-epochs)", "my_max-epochs"],
         ),
         ("plugin resume", ["option of geartrain's command line", "Fix: "]),
+        # a project's name
+        ("project", ["the project's name is missing", "geartrain new project NAME"]),
+        ("project 1bad", ["a project's name", "Fix: geartrain new project bad"]),
+        ("project my-net", ["one _ between words", "Fix: geartrain new project my_net"]),
+        ("project ../up", ["Fix: geartrain new project up"]),
+        ("project class", ["'class' is a keyword of Python", "Fix: use another name", "my_class"]),
+        ("project torch", ["installed Python module, which torch.py would hide", "my_torch"]),
+        (f"project {'a' * (_LONGEST + 1)}", [f"{_LONGEST + 1} characters", str(_LONGEST)]),
     ],
 )
 def test_wrong_new_usage_is_refused(chip, refused, folder, line, words):
@@ -145,6 +155,49 @@ def test_twice_writes_the_same(new, folder):
     for output in ("one", "two"):
         new(f"strategy tandem --output {output}")
     assert files(folder / "one") == files(folder / "two")
+
+
+def test_a_project_is_in_a_folder_of_its_name(new, refused, folder):
+    printed = new("project my_net")
+    written = files(folder / "my_net")
+    wrote, _, following = printed.partition("next:\n")
+    assert sorted(wrote.split()) == sorted(["wrote", "my_net/", *written])
+    assert [line.strip() for line in following.splitlines()] == [
+        "cd my_net",
+        "pytest",
+        "geartrain fit my_net.py --config config.yaml",
+    ]
+    assert set(written) == {
+        "README.md",
+        "config.yaml",
+        "my_net.py",
+        "pyproject.toml",
+        "test_my_net.py",
+    }
+    assert not [path for path, text in written.items() if re.search("mine", path + text, re.I)]
+    assert "my_net exists and is not empty" in refused("new project my_net")
+
+
+def test_a_project_may_have_the_name_of_a_folder(new, folder, monkeypatch):
+    (folder / "my_net").mkdir()  # Python can import it, without a file
+    monkeypatch.syspath_prepend(folder)
+    new("project my_net")
+
+
+def test_a_new_project_trains_and_its_tests_pass(new, folder, command, monkeypatch):
+    new("project my_net")
+    monkeypatch.chdir(folder / "my_net")
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the command adds the project's folder
+    try:
+        done = command("fit my_net.py --config config.yaml --max-epochs 5 --accelerator cpu")
+        assert done.code == 0, done.err
+        assert re.search(r"val_acc\W+0\.9", done.out), done.out
+        import test_my_net
+
+        test_my_net.test_config()
+    finally:
+        for name in ("my_net", "test_my_net"):
+            sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize("kind", KINDS)

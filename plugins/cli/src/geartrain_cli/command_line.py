@@ -32,7 +32,7 @@ _HELP = {
     "plugins": "list installed plugins, and why a plugin cannot be used",
     "doctor": "examine this machine and list the fixes",
     "conformance": "test that an installed strategy fulfils the contract of strategies",
-    "new": "write a package with your own strategy, accelerator, plugin or command",
+    "new": "write a project that trains, or a strategy, accelerator, plugin or command",
     "port": "rewrite a script that was written for PyTorch Lightning",
 }
 

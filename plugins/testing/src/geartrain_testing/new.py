@@ -1,16 +1,18 @@
-"""``geartrain new strategy|accelerator|plugin|command NAME``: write a working plugin package."""
+"""``geartrain new KIND NAME``: write a project that trains, or a package with a plugin."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import keyword
 import re
+import shlex
 from pathlib import Path
 
 from geartrain import UsageError
 from geartrain.plugin_api import KNOWN, Registry, nearest, user_path
 
-#: One folder per kind: a package called ``mine``; the new package has its own name instead.
+#: One folder per kind, with the name ``mine``. The written files have their own name instead.
 _TEMPLATES = Path(__file__).with_name("templates")
 
 #: Names with another meaning on the command line: ``--accelerator auto``, ``--model.lr``.
@@ -28,8 +30,10 @@ _RESERVED = (
 #: With a longer name, ruff would format some lines of the templates differently.
 _LONGEST = 24
 
-#: Kind -> the command to try the package.
+_PROJECT = "project"
+#: Kind -> the command to try what was written.
 _TRY = {
+    _PROJECT: "geartrain fit {name}.py --config config.yaml",
     "strategy": "geartrain fit train.py --strategy {name} --devices 2",
     "accelerator": "{variable}_DEVICES=1 geartrain fit train.py --accelerator {name}",
     "plugin": "geartrain fit train.py --plugin {name}",
@@ -38,7 +42,7 @@ _TRY = {
 
 
 def command(name: str, argv: list[str]) -> None:
-    """Write the package, and print its files and the next commands.
+    """Write a project or a package, and print its files and the next commands.
 
     Raises:
         UsageError: the kind is unknown, the name cannot be used, or the folder is not empty.
@@ -51,10 +55,13 @@ def command(name: str, argv: list[str]) -> None:
         "name",
         metavar="NAME",
         nargs="?",
-        help="what people will type: lower-case letters and digits, - or _ between them",
+        help="what people will type: lower-case letters and digits, - or _ between them "
+        "(_ for a project, which Python imports)",
     )
     parser.add_argument(
-        "--output", metavar="DIR", help="the folder to write; default geartrain-NAME"
+        "--output",
+        metavar="DIR",
+        help="the folder to write; default NAME for a project, otherwise geartrain-NAME",
     )
     try:
         given, unknown = parser.parse_known_args(argv)
@@ -70,25 +77,50 @@ def command(name: str, argv: list[str]) -> None:
         raise UsageError(
             f"the {given.kind}'s name is missing. Fix: geartrain {name} {given.kind} NAME"
         )
-    _check_name(given.kind, given.name)
-    folder = user_path(given.output or f"geartrain-{given.name.replace('_', '-')}", "--output")
+    if given.kind == _PROJECT:
+        _check_project(given.name)
+        default = given.name
+    else:
+        _check_name(given.kind, given.name)
+        default = f"geartrain-{given.name.replace('_', '-')}"
+    folder = user_path(given.output or default, "--output")
     written = _write(given.kind, given.name, folder)
     _say(given.kind, given.name, folder, written)
 
 
-def _check_name(kind: str, name: str) -> None:
-    """Refuse a name that cannot be typed, or that is already used."""
-    if not re.fullmatch(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*", name):
+def _check_project(name: str) -> None:
+    """Refuse a name that Python cannot import, or that imports something else."""
+    _check_form(_PROJECT, name, "_")
+    fix = f"Fix: use another name, for example my_{name}"
+    if keyword.iskeyword(name):
+        raise UsageError(f"{name!r} is a keyword of Python, which cannot be imported. {fix}")
+    spec = importlib.util.find_spec(name)
+    # A folder without __init__.py has no origin, and a project's module wins over it.
+    if spec is not None and spec.origin is not None:
+        raise UsageError(
+            f"{name!r} is the name of an installed Python module, which {name}.py would hide. {fix}"
+        )
+
+
+def _check_form(kind: str, name: str, separators: str) -> None:
+    """Refuse a name that cannot be typed."""
+    if not re.fullmatch(rf"[a-z][a-z0-9]*([{separators}][a-z0-9]+)*", name):
         better = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_0123456789") or "mine"
         raise UsageError(
-            f"{name!r} cannot be a plugin's name: use lower-case letters and digits, a letter "
-            f"first, and one - or _ between words. Fix: geartrain new {kind} {better}"
+            f"{name!r} cannot be a {kind}'s name: use lower-case letters and digits, a letter "
+            f"first, and one {' or '.join(separators)} between words. "
+            f"Fix: geartrain new {kind} {better}"
         )
     if len(name) > _LONGEST:
         raise UsageError(
             f"{name!r} has {len(name)} characters. "
             f"Fix: use a name of at most {_LONGEST}, because people will type it"
         )
+
+
+def _check_name(kind: str, name: str) -> None:
+    """Refuse a plugin's name that cannot be typed, or that is already used."""
+    _check_form(kind, name, "-_")
     fix = "Fix: use another name"
     if name in _RESERVED:
         raise UsageError(
@@ -141,7 +173,7 @@ def _same(name: str) -> str:
 
 
 def _write(kind: str, name: str, folder: Path) -> list[Path]:
-    """Write the kind's package into ``folder``.
+    """Write the kind's files into ``folder``.
 
     Returns:
         The files, relative to ``folder``.
@@ -193,8 +225,12 @@ def _say(kind: str, name: str, folder: Path, written: list[Path]) -> None:
     for path in written:
         print(f"  {path}")
     print("next:")
-    # pip takes a path without a slash for the name of a distribution.
-    place = folder if folder.is_absolute() else f"./{folder}"
-    print(f'  pip install -e "{place}[test]"')
-    print(f"  pytest {folder}")
+    if kind == _PROJECT:
+        first, test = f"cd {shlex.quote(str(folder))}", "pytest"
+    else:
+        # pip takes a path without a slash for the name of a distribution.
+        place = folder if folder.is_absolute() else f"./{folder}"
+        first, test = f'pip install -e "{place}[test]"', f"pytest {folder}"
+    print(f"  {first}")
+    print(f"  {test}")
     print(f"  {_TRY[kind].format(name=name, variable=_same(name).upper())}")
