@@ -19,5 +19,5 @@ def test_learns() -> None:
 
 
 def test_config() -> None:
-    options = ["--config", str(HERE / "config.yaml"), "--accelerator", "cpu"]
-    assert main(["fit", str(HERE / "mine.py"), *options, "--fast-dev-run", "true"]) == 0
+    target, config = str(HERE / "mine.py"), str(HERE / "config.yaml")
+    assert main(["fit", target, "--config", config, "--fast-dev-run", "true"]) == 0
