@@ -89,6 +89,22 @@ def test_ranks_with_different_models_are_refused_with_the_difference():
     )
 
 
+def test_an_output_on_some_ranks_is_refused(tmp_path):
+    """For example if it was typed on one node. Only ranks with a folder would save."""
+
+    class Forgets(Net):
+        def setup(self, stage):
+            if self.global_rank:
+                self.trainer.run.output = None
+
+    trainer, strategy = on_threads(output=tmp_path / "run")
+    with pytest.raises(gt.TrainingError, match="another rank differs from rank 0"):
+        trainer.fit(Forgets(), DataLoader(samples(), batch_size=4))
+    assert "rank 1 differs from rank 0 in --output: 'a folder' there and 'no folder' here" in str(
+        strategy.errors[1]
+    )
+
+
 def test_lbfgs_takes_the_mean_of_the_ranks_losses():
     """Its line search uses the loss: with each rank's own, ranks would diverge."""
 

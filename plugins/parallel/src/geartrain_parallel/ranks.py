@@ -39,6 +39,8 @@ class SeveralRanks(OneRank):
             "the plan": plan,
             "the command": run.command,
             "the checkpoint": checkpoint,
+            # Nodes may have different folders. A rank without one would not save with the others.
+            "--output": "no folder" if run.output is None else "a folder",
             "parameters": parameters,
         }
         first = run.hooks.broadcast(run=run, obj=mine, src=0)
