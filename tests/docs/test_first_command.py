@@ -15,7 +15,7 @@ from . import blocks
 
 ROOT = Path(__file__).parents[2]
 #: The pages whose commands need nothing but requirements.txt.
-PAGES = ("README.md", "docs/start.md")
+PAGES = ("README.md", "docs/start.md", "docs/tutorial.md")
 #: Seconds for the command on a busy machine. With pip's cache it takes about 70 on an idle one.
 DEADLINE = 500
 
