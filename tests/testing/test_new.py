@@ -178,6 +178,13 @@ def test_a_project_is_in_a_folder_of_its_name(new, refused, folder):
     assert "my_net exists and is not empty" in refused("new project my_net")
 
 
+def test_a_project_is_pytests_root(new, folder):
+    """Otherwise the settings of a folder above, such as a repository's, would apply."""
+    new("project my_net")
+    settings = tomllib.loads((folder / "my_net" / "pyproject.toml").read_text())["tool"]
+    assert settings["pytest"]["ini_options"] == {"pythonpath": ["."]}
+
+
 def test_a_project_may_have_the_name_of_a_folder(new, folder, monkeypatch):
     (folder / "my_net").mkdir()  # Python can import it, without a file
     monkeypatch.syspath_prepend(folder)
