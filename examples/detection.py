@@ -97,7 +97,7 @@ class MeanAveragePrecision(Metric):
 
     def __init__(self, classes: int) -> None:
         super().__init__()
-        self.add_state("shapes", torch.zeros(classes), dist_reduce_fx="sum")
+        self.add_state("shapes", torch.zeros(classes, dtype=torch.long), dist_reduce_fx="sum")
         for name in ("scores", "labels", "hits"):
             self.add_state(name, [], dist_reduce_fx="cat")
 
@@ -120,13 +120,14 @@ class MeanAveragePrecision(Metric):
 
     def compute(self) -> torch.Tensor:
         scores, labels, hits = map(dim_zero_cat, (self.scores, self.labels, self.hits))
-        order, results = scores.argsort(descending=True, stable=True), []
-        for label, shapes in enumerate(self.shapes):
-            right = hits[order][labels[order] == label].cumsum(dim=0)
+        order = scores.argsort(descending=True, stable=True)
+        recalls = torch.arange(101, device=scores.device).double() / 100
+        results = []
+        for label in self.shapes.nonzero().flatten():
+            right = hits[order][labels[order] == label].cumsum(dim=0).double()
             precision = right / torch.arange(1, len(right) + 1, device=right.device)
             best = precision.flip(0).cummax(dim=0).values.flip(0)  # at this recall or a larger one
-            wanted = torch.linspace(0, 1, 101, device=right.device)
-            place = torch.searchsorted(right / shapes, wanted)
+            place = torch.searchsorted(right / self.shapes[label], recalls)
             results.append(torch.cat([best, best.new_zeros(1)])[place].mean())
         return torch.stack(results).mean()
 

@@ -50,7 +50,7 @@ class DigitsGraph(gt.DataModule):
         self.labelled, self.unlabelled = order[:100].tolist(), order[100:].tolist()
 
     def around(self, nodes: list[int]) -> Data:
-        """Return the graph with these nodes; tensors are not copied."""
+        """Return the graph with these nodes; its tensors are not copied."""
         graph = copy.copy(self.graph)
         graph.nodes = torch.tensor(nodes)
         return graph

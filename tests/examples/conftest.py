@@ -79,15 +79,36 @@ def example(python, tmp_path_factory):
 
 
 @pytest.fixture
+def report(python):
+    """Return a function that writes ``geartrain report`` on a finished example, and returns it."""
+
+    def write(ran: Ran) -> str:
+        assert ran.code == 0, ran.errors
+        program = str(Path(sys.executable).with_name("geartrain"))
+        done = subprocess.run(
+            [python, program, "report", str(ran.output)],
+            cwd=ROOT,
+            env=os.environ | ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        return (ran.output / "report.html").read_text(encoding="utf-8")
+
+    return write
+
+
+def load(name: str):
+    """Import an example as a module."""
+    path = ROOT / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"example_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
 def part():
     """Return a function: ``part("char_lm")`` imports that example as a module."""
-
-    def load(name: str):
-        spec = importlib.util.spec_from_file_location(
-            f"example_{name}", ROOT / "examples" / f"{name}.py"
-        )
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-
     return load
