@@ -1,4 +1,4 @@
-"""Policy gradients: a policy learns to balance a pole by playing, without a data set.
+r"""Policy gradients: a policy learns to balance a pole by playing, without a data set.
 
 geartrain fit examples/cartpole.py --max-epochs 6 --seed 1
 geartrain fit examples/cartpole.py --max-epochs 6 --seed 1 --strategy ddp --devices 2 \
@@ -63,7 +63,10 @@ class Games(IterableDataset):
     @torch.no_grad()
     def play(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return states ``[steps, 4]``, actions ``[steps]`` and advantages ``[steps]``."""
-        state, alive, history = begin(self.games), torch.ones(self.games, dtype=torch.bool), []
+        device = next(self.policy.parameters()).device
+        # Every rank draws its own games: geartrain adds the rank to the seed.
+        state, history = begin(self.games).to(device), []
+        alive = torch.ones(self.games, dtype=torch.bool, device=device)
         while alive.any() and len(history) < LIMIT:
             action = self.policy(state).softmax(dim=1).multinomial(1).squeeze(1)
             history.append((state, action, alive))
@@ -71,7 +74,7 @@ class Games(IterableDataset):
             alive = alive & upright(state)
         states, actions, played = (torch.stack(column) for column in zip(*history, strict=True))
         # A reward of 1 a step, discounted; its mean over the games of the same step is no merit.
-        returns = torch.zeros(len(history) + 1, self.games)
+        returns = torch.zeros(len(history) + 1, self.games, device=device)
         for i in reversed(range(len(history))):
             returns[i] = played[i] * (1 + 0.99 * returns[i + 1])
         advantages = returns[:-1] - returns[:-1].sum(1, keepdim=True) / played.sum(1, keepdim=True)
@@ -113,7 +116,8 @@ class CartPole(gt.Module):
     def validation_step(self, batch, batch_idx):
         """Play without chance; log the mean number of steps until the pole falls."""
         (state,) = batch
-        steps, alive = torch.zeros(len(state)), torch.ones(len(state), dtype=torch.bool)
+        steps = torch.zeros(len(state), device=state.device)
+        alive = torch.ones_like(steps, dtype=torch.bool)
         while alive.any() and steps.max() < LIMIT:
             state = advance(state, self.policy(state).argmax(dim=1))
             steps += alive

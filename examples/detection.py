@@ -1,13 +1,11 @@
-"""Detection of drawn squares, discs and triangles, measured by COCO's mean average precision.
+r"""Detection of drawn squares, discs and triangles, measured by COCO's mean average precision.
 
-geartrain fit examples/detection.py --max-epochs 12 --seed 1 --data.num_workers 1
-geartrain fit examples/detection.py --max-epochs 12 --seed 1 --strategy ddp --devices 2 \
+geartrain fit examples/detection.py --max-epochs 8 --seed 1 --data.num_workers 1
+geartrain fit examples/detection.py --max-epochs 8 --seed 1 --strategy ddp --devices 2 \
     --data.batch_size 16
 """
 
 from __future__ import annotations
-
-from itertools import pairwise
 
 import torch
 from torch import nn
@@ -121,10 +119,10 @@ class MeanAveragePrecision(Metric):
     def compute(self) -> torch.Tensor:
         scores, labels, hits = map(dim_zero_cat, (self.scores, self.labels, self.hits))
         order = scores.argsort(descending=True, stable=True)
-        recalls = torch.arange(101, device=scores.device).double() / 100
+        recalls = torch.arange(101, device=scores.device) / 100
         results = []
         for label in self.shapes.nonzero().flatten():
-            right = hits[order][labels[order] == label].cumsum(dim=0).double()
+            right = hits[order][labels[order] == label].cumsum(dim=0)
             precision = right / torch.arange(1, len(right) + 1, device=right.device)
             best = precision.flip(0).cummax(dim=0).values.flip(0)  # at this recall or a larger one
             place = torch.searchsorted(right / self.shapes[label], recalls)
@@ -138,6 +136,12 @@ def overlap(boxes: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     shared = (torch.minimum(boxes[:, None, 2:], others[:, 2:]) - corner).clamp(min=0).prod(dim=2)
     areas, other = ((b[:, 2:] - b[:, :2]).prod(dim=1) for b in (boxes, others))
     return shared / (areas[:, None] + other - shared)
+
+
+def block(before: int, after: int, stride: int) -> tuple[nn.Module, ...]:
+    """Return a convolution with its normalisation, from ``before`` to ``after`` channels."""
+    convolution = nn.Conv2d(before, after, kernel_size=3, stride=stride, padding=1, bias=False)
+    return convolution, nn.BatchNorm2d(after), nn.ReLU()
 
 
 class Detector(gt.Module):
@@ -154,17 +158,12 @@ class Detector(gt.Module):
     def __init__(self, width: int = 16, lr: float = 1e-2) -> None:
         super().__init__()
         self.lr = lr
-        channels = [3, width, 2 * width, 4 * width, 4 * width]
-        blocks = [
-            nn.Sequential(
-                nn.Conv2d(before, after, kernel_size=3, stride=1 if i == 3 else 2, padding=1),
-                nn.BatchNorm2d(after),
-                nn.ReLU(),
-            )
-            for i, (before, after) in enumerate(pairwise(channels))
-        ]
         self.net = nn.Sequential(
-            *blocks, nn.Conv2d(4 * width, len(CLASSES) + 4, kernel_size=3, padding=1)
+            *block(3, width, stride=2),
+            *block(width, 2 * width, stride=2),
+            *block(2 * width, 4 * width, stride=2),
+            *block(4 * width, 4 * width, stride=1),
+            nn.Conv2d(4 * width, len(CLASSES) + 4, kernel_size=3, padding=1),
         )
         self.mean_ap = MeanAveragePrecision(len(CLASSES))
 
@@ -206,7 +205,6 @@ class Detector(gt.Module):
     def validation_step(self, batch, batch_idx):
         images, targets = batch
         self.mean_ap.update(self.detect(images), targets)
-
         self.log("val_map", self.mean_ap, prog_bar=True)  # of all images, also over ranks
 
     test_step = validation_step

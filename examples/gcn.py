@@ -1,4 +1,4 @@
-"""A graph network of PyTorch Geometric: 100 labelled digits name 1,697 others.
+r"""A graph network of PyTorch Geometric: 100 labelled digits name 1,697 others.
 
 It needs `pip install -c constraints.txt torch-geometric`. There is one graph, whose nodes are the
 samples: ranks share the nodes, and each has the whole graph.

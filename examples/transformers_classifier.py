@@ -1,11 +1,11 @@
-"""A classifier of Hugging Face transformers: which package of Python does a docstring come from?
+r"""A classifier of Hugging Face transformers: which package of Python does a docstring come from?
 
 It needs `pip install -c constraints.txt transformers`, and downloads nothing: the tokenizer learns
 its words from the docstrings, and a small BERT starts from random weights.
 
-geartrain fit examples/transformers_classifier.py --max-epochs 10 --seed 1 --output runs/docs \
+geartrain fit examples/transformers_classifier.py --max-epochs 8 --seed 1 --output runs/docs \
     --plugin model_checkpoint --model_checkpoint.monitor val_acc --model_checkpoint.mode max
-geartrain fit examples/transformers_classifier.py --max-epochs 10 --seed 1 \
+geartrain fit examples/transformers_classifier.py --max-epochs 8 --seed 1 \
     --strategy ddp --devices 2 --data.batch_size 16
 """
 

@@ -62,9 +62,10 @@ SMALL = ["--model.classes", 4, "--data.size", 32, "--seed", 1, "--data.num_worke
     ],
     ids=lambda s: s[1],
 )
-def test_the_network_distinguishes_the_shapes(example, shapes, strategy):
+def test_the_network_distinguishes_the_shapes(example, report, shapes, strategy):
     ran = example("image_folder", "--data.root", shapes, *SMALL, "--max-epochs", 10, *strategy)
     assert ran.metrics()["val_acc"] >= 0.7  # random guessing gives 0.25
+    assert "val_acc" in report(ran)
 
     if strategy[1] == "single":
         said = example(
