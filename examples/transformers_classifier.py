@@ -104,7 +104,7 @@ class Classifier(gt.Module):
     """
 
     def __init__(
-        self, width: int = 128, layers: int = 2, words: int = 2000, lr: float = 1e-3
+        self, width: int = 64, layers: int = 2, words: int = 2000, lr: float = 1e-3
     ) -> None:
         super().__init__()
         self.lr = lr

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(240)  # the tests train, which takes longer on 
 def test_packages_are_recognised(example, report, options):
     best = ["--plugin", "model_checkpoint", "--model_checkpoint.monitor", "val_acc"]
     best += ["--model_checkpoint.mode", "max"]
-    small = ["--model.width", 64, "--max-epochs", 8, "--seed", 1]
+    small = ["--max-epochs", 8, "--seed", 1]
     ran = example("transformers_classifier", *small, *best, *options)
     assert ran.metrics()["val_acc"] > 0.6  # the most frequent package has 0.22
     assert len(list((ran.output / "checkpoints").glob("*.ckpt"))) == 1
