@@ -187,8 +187,8 @@ class EMA:
         ]
         if odd:
             raise UsageError(
-                f"geartrain-callbacks[{self._name}]: its state is of another module: {odd[0]} differs. "
-                "Fix: pass the module that it averaged"
+                f"geartrain-callbacks[{self._name}]: its state is of another module: "
+                f"{odd[0]} differs. Fix: pass the module that it averaged"
             )
         for name, average in zip(self._names, self._average, strict=True):
             average.copy_(state[name])
