@@ -56,3 +56,17 @@ def test_the_standard_distributions_are_marked():
         for line in PROJECTS["geartrain"]["optional-dependencies"]["standard"]
     }
     assert {name for name, row in ROWS.items() if row.endswith("| yes")} == standard
+
+
+def test_the_requirements_install_every_distribution_once():
+    lines = [
+        line.removeprefix("-e ./")
+        for name in ("requirements.txt", "tests/requirements.txt")
+        for line in (ROOT / name).read_text(encoding="utf-8").splitlines()
+        if line.startswith("-e ")
+    ]
+    folders = [
+        "core",
+        *(f"plugins/{path.parent.name}" for path in ROOT.glob("plugins/*/pyproject.toml")),
+    ]
+    assert sorted(lines) == sorted(folders)
