@@ -50,7 +50,7 @@ def test_core_s_own_are_listed_like_any_other(rows):
     assert found["cpu"] == {
         "name": "cpu",
         "kind": "accelerator",
-        "state": "available",
+        "state": "installed",
         "reason": "",
         "distribution": "geartrain",
     }
@@ -71,7 +71,7 @@ def test_every_installed_one_is_listed_and_none_imported(rows, install):
         "b": "strategy",
         "c": "plugin",
     }
-    assert {found[name]["state"] for name in "abc"} == {"available"}
+    assert {found[name]["state"] for name in "abc"} == {"installed"}
     assert found["c"]["version"] == "1.0"
     assert "geartrain_a" not in sys.modules
 
@@ -85,13 +85,13 @@ def test_table(command, install):
         for line in done.out.splitlines()
         if line.startswith("│")
     }
-    assert ("c", "plugin", "available", "", "geartrain-a", "1.0") in lines
+    assert ("c", "plugin", "installed", "", "geartrain-a", "1.0") in lines
     assert ("single", "strategy", "blocked", "by --block") in {line[:4] for line in lines}
     assert {line[0] for line in lines if line[1] in ("accelerator", "strategy")} == {
         "cpu",
         "single",
     }
-    assert ("timer", "plugin", "available", "", "geartrain-callbacks") in {
+    assert ("timer", "plugin", "installed", "", "geartrain-callbacks") in {
         line[:5] for line in lines
     }
 
@@ -158,7 +158,7 @@ def test_block_by_distribution_and_name(command, plan, install):
         for row in command("plugins --json --block acme[cpu]").facts
         if row["name"] == "cpu"
     }
-    assert states == {"geartrain": "available", "acme": "blocked"}
+    assert states == {"geartrain": "installed", "acme": "blocked"}
     assert plan("--block acme[cpu]")["passed_over"]["acme[cpu]"] == "blocked: by --block"
 
 

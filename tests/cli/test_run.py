@@ -325,6 +325,24 @@ def test_a_checkpoint_of_another_model(command, fit):
     assert "out/last.ckpt does not fit Net" in done.err
 
 
+INTERRUPTED = """    def on_train_epoch_start(self):
+        if self.current_epoch == 1 and not self.trainer.plan.resumes:
+            raise KeyboardInterrupt
+"""
+
+
+def test_an_interrupt_prints_the_line_that_resumes(command, write, folder):
+    write("mine.py", MINE.format(INTERRUPTED, ""))
+    done = command("fit mine.py --max-epochs 2 --output 'my out'")
+    assert done.code == 1
+    (line,) = [line for line in done.err.splitlines() if line.startswith("Resume: ")]
+    resume = "fit mine.py --max-epochs 2 --output 'my out' --resume 'my out/last.ckpt'"
+    assert line == f"Resume: geartrain {resume}"
+    assert command(resume).code == 0
+    done = command("fit mine.py --max-epochs 2")
+    assert "Resume: " not in done.err  # there is no checkpoint
+
+
 def test_an_interrupt_prints_no_traceback(command, write, left):
     write(
         "mine.py",

@@ -43,7 +43,7 @@ def test_listing_plugins_works():
         == rows["strategy", "single"]["distribution"]
         == "geartrain"
     )
-    assert rows["accelerator", "cpu"]["state"] == "available"
+    assert rows["accelerator", "cpu"]["state"] == "installed"
 
 
 @pytest.mark.parametrize(

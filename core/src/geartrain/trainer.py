@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -13,11 +14,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from geartrain.checkpoint.checkpoints import Start, best_checkpoints, find_checkpoint_file
+from geartrain.checkpoint.checkpoints import (
+    Start,
+    best_checkpoints,
+    find_checkpoint_file,
+    newest_last,
+)
 from geartrain.data.loaders import loader_batch_size
 from geartrain.data.seeding import seed_everything
 from geartrain.data.sources import DataSource, read_loaders
-from geartrain.errors import TrainingError, UsageError
+from geartrain.errors import GeartrainError, TrainingError, UsageError
 from geartrain.errors.hints import write_instead
 from geartrain.hooks.manager import Hooks
 from geartrain.hooks.spelling import warn_of_others
@@ -281,6 +287,14 @@ class Trainer(TrainerProperties):
         outputs: list[Any] | None = self._start("predict", model, given, datamodule, ckpt_path)
         return outputs
 
+    def resume_file(self) -> Path | None:
+        """Return the checkpoint from which a ``fit`` that was interrupted resumes, if any."""
+        if self._run is None or self._run.command != "fit":
+            return None
+        with suppress(GeartrainError):  # all are damaged
+            return newest_last(self.hooks, self.output)
+        return None
+
     def check(
         self,
         model: Module | type[Module],
@@ -395,6 +409,8 @@ class Trainer(TrainerProperties):
             result = hooks.launch(run=run, worker=partial(work, run, source, start))
         except BaseException as error:  # a rank that is another process noted it in its own run
             run.note_failure(error)
+            if isinstance(error, KeyboardInterrupt) and (path := self.resume_file()):
+                error.add_note(f"Resume: trainer.fit(..., ckpt_path={str(path)!r})")
             raise
         owner = hooks.owner("launch")
         whose = owner.label if owner else "geartrain"

@@ -142,8 +142,10 @@ def test_the_summary_of_a_run_that_did_not_finish(tmp_path, error, status):
             if self.global_step == 8:
                 raise error
 
-    with pytest.raises(type(error)):
+    with pytest.raises(type(error)) as raised:
         fit(Fails(), val=loader(), output=tmp_path, max_epochs=2)
+    resume = f"Resume: trainer.fit(..., ckpt_path={str(tmp_path / 'last.ckpt')!r})"
+    assert getattr(raised.value, "__notes__", []) == ([resume] if status == "interrupted" else [])
     summary = read(tmp_path / "summary.json")
     assert (summary["status"], summary["steps"], summary["epochs"]) == (status, 8, 1)
     assert type(error).__name__ in summary["error"]

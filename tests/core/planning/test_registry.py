@@ -50,7 +50,7 @@ def test_metadata_has_name_kind_distribution_and_version(dists):
         plugins={"xml": "Xml"},
     )
     told = [c.as_dict() for c in Registry().candidates if c.distribution == "acme-loggers"]
-    common = {"state": "available", "reason": "", "distribution": "acme-loggers", "version": "3.1"}
+    common = {"state": "installed", "reason": "", "distribution": "acme-loggers", "version": "3.1"}
     assert told == [
         {"name": "npu", "kind": "accelerator", **common},
         {"name": "gossip", "kind": "strategy", **common},

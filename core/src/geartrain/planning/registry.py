@@ -42,6 +42,8 @@ class InstalledPlugin:
     #: ``selected``, ``available``, ``unavailable``, ``failed`` or ``blocked``.
     state: str = "available"
     reason: str = ""
+    #: True if it was imported and, as an accelerator, asked if it can be used.
+    probed: bool = False
     #: True if another distribution claims this name, and this one does not win.
     contested: bool = False
 
@@ -66,9 +68,15 @@ class InstalledPlugin:
         return reason
 
     def as_dict(self) -> dict[str, str]:
-        """Return a row of ``geartrain plugins --json``."""
+        """Return a row of ``geartrain plugins --json``.
+
+        Its state is ``installed`` instead of ``available`` if nothing was probed.
+        """
         keys = ("name", "kind", "state", "reason", "distribution", "version")
-        return {key: getattr(self, key) for key in keys}
+        row = {key: getattr(self, key) for key in keys}
+        if self.state == "available" and not self.probed:
+            row["state"] = "installed"
+        return row
 
 
 class Registry:
@@ -219,6 +227,7 @@ class Registry:
         if reason:
             candidate.state, candidate.reason = "unavailable", reason
             return None
+        candidate.probed = True
         return cls
 
     def select(

@@ -68,3 +68,5 @@ def command(name: str, argv: list[str]) -> None:
             row["version"],
         )
     Console(markup=False).print(table)  # reasons may have brackets: acme[chip]
+    if not options.probe:
+        print("installed: not probed. geartrain plugins --probe imports each plugin and asks it.")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from geartrain import Trainer, UsageError
@@ -36,7 +40,25 @@ def command(
     # The run repeats this check with the module, which does not exist yet.
     trainer.check(request.target[0], name, resumes=name == "fit" and values.resume is not None)
     model, data = request.make_model()
-    result = getattr(trainer, name)(model, datamodule=data, **files)
+    try:
+        result = getattr(trainer, name)(model, datamodule=data, **files)
+    except KeyboardInterrupt:
+        if trainer.is_global_zero and (path := trainer.resume_file()):
+            print(f"Resume: {_resuming(name, argv, target, path)}", file=sys.stderr)
+        raise
     if result is not None and name == "predict" and trainer.output and trainer.is_global_zero:
         save_predictions(result, trainer.output / "predictions.pt")
     return trainer
+
+
+def _resuming(name: str, argv: list[str], target: Target | None, path: Path) -> str:
+    """Return the command line that resumes this ``fit``, as a shell reads it."""
+    kept, rest = [], iter(argv)
+    for argument in rest:
+        option, _, value = argument.partition("=")
+        if option not in ("--resume", "--checkpoint"):
+            kept.append(argument)
+        elif not value:
+            next(rest, None)
+    program = ["geartrain", name] if target is None else ["python", sys.argv[0], name]
+    return shlex.join([*program, *kept, "--resume", os.path.relpath(path)])

@@ -299,7 +299,9 @@ def _load(section: Section, registry: Registry, candidate: InstalledPlugin) -> A
     if candidate.state != "available":
         return None
     try:
-        return registry.load(candidate)
+        loaded = registry.load(candidate)
+        candidate.probed = candidate.kind != "accelerator"  # those are also asked
+        return loaded
     except UsageError as error:
         # A missing torch is already reported, once for all plugins.
         if has_torch() or getattr(error.__cause__, "name", None) != "torch":

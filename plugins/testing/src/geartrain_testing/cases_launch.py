@@ -48,7 +48,7 @@ class LaunchCases:
             for row in json.loads(listed.stdout)
             if (row["kind"], row["name"]) == ("strategy", kit.candidate.name)
         )
-        assert (row["state"], row["distribution"]) == ("available", kit.candidate.distribution), row
+        assert (row["state"], row["distribution"]) == ("installed", kit.candidate.distribution), row
         if entry.module.partition(".")[0] != "geartrain":
             assert entry.module not in json.loads(listed.stderr.splitlines()[-1]), (
                 f"geartrain plugins imported {entry.module}"
