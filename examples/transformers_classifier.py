@@ -30,6 +30,7 @@ from transformers import (
 
 import geartrain as gt
 
+WORDS, LENGTH = 2000, 64  # size of the vocabulary, and tokens of a text that are used
 PACKAGES = ("asyncio", "email", "http", "logging", "multiprocessing", "unittest", "urllib", "xml")
 
 
@@ -51,14 +52,10 @@ class Docstrings(gt.DataModule):
 
     Args:
         batch_size: texts in one batch of one process.
-        words: the size of the vocabulary.
-        length: tokens of a text that are used.
         num_workers: processes that prepare batches, for each loader.
     """
 
-    def __init__(
-        self, batch_size: int = 32, words: int = 2000, length: int = 64, num_workers: int = 0
-    ) -> None:
+    def __init__(self, batch_size: int = 32, num_workers: int = 0) -> None:
         self.options = {"batch_size": batch_size, "num_workers": num_workers}
         texts = [(text, i) for i, name in enumerate(PACKAGES) for text in docstrings(name)]
         random.Random(0).shuffle(texts)
@@ -68,14 +65,14 @@ class Docstrings(gt.DataModule):
         words_of.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         special = ["[PAD]", "[UNK]"]
         trainer = trainers.WordPieceTrainer(
-            vocab_size=words, special_tokens=special, show_progress=False
+            vocab_size=WORDS, special_tokens=special, show_progress=False
         )
         words_of.train_from_iterator((text for text, _ in texts[held_out:]), trainer)
         self.tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=words_of, pad_token="[PAD]", unk_token="[UNK]"
         )
         samples = [
-            {**self.tokenizer(text, truncation=True, max_length=length), "labels": label}
+            {**self.tokenizer(text, truncation=True, max_length=LENGTH), "labels": label}
             for text, label in texts
         ]
         self.val, self.train = samples[:held_out], samples[held_out:]
@@ -99,22 +96,19 @@ class Classifier(gt.Module):
     Args:
         width: the size of the vector of one token; a multiple of 32.
         layers: the number of blocks.
-        words: the size of the vocabulary.
         lr: AdamW's largest learning rate; it rises at the start and then falls to the end.
     """
 
-    def __init__(
-        self, width: int = 64, layers: int = 2, words: int = 2000, lr: float = 1e-3
-    ) -> None:
+    def __init__(self, width: int = 64, layers: int = 2, lr: float = 1e-3) -> None:
         super().__init__()
         self.lr = lr
         config = BertConfig(
-            vocab_size=words,
+            vocab_size=WORDS,
             hidden_size=width,
             num_hidden_layers=layers,
             num_attention_heads=width // 32,
             intermediate_size=2 * width,
-            max_position_embeddings=64,
+            max_position_embeddings=LENGTH,
             num_labels=len(PACKAGES),
         )
         self.model = BertForSequenceClassification(config)

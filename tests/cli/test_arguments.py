@@ -199,6 +199,14 @@ def test_a_plugin_s_file_cannot_have_an_option_s_name(refused, folder, name):
     assert "rename" in error
 
 
+def test_an_argument_of_a_target_that_takes_none_is_an_error(refused, write):
+    write("bare.py", "import geartrain as gt\n\n\nclass Bare(gt.Module):\n    pass\n")
+    error = refused("fit bare.py --data.batch_size 2")
+    assert "--data.batch_size: the target has no data module with arguments" in error
+    error = refused("fit bare.py --model.width 2")
+    assert "--model.width: the target has no module with arguments" in error
+
+
 # --- help -----------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(240)  # the tests train, which takes longer on 
 )
 def test_the_labels_reach_the_other_digits(example, report, options):
     ran = example("gcn", "--max-epochs", 40, "--seed", 1, *options)
-    assert ran.metrics()["val_acc"] > 0.9  # a logistic regression of the 100 labels has 0.88
+    assert ran.metrics()["val_acc"] > 0.9  # a logistic regression of the 100 labels has 0.87
     assert "val_acc" in report(ran)
 
 

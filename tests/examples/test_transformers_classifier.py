@@ -24,7 +24,7 @@ def test_packages_are_recognised(example, report, options):
     best += ["--model_checkpoint.mode", "max"]
     small = ["--max-epochs", 8, "--seed", 1]
     ran = example("transformers_classifier", *small, *best, *options)
-    assert ran.metrics()["val_acc"] > 0.6  # the most frequent package has 0.22
+    assert ran.metrics()["val_acc"] > 0.7  # the most frequent package has 0.19
     assert len(list((ran.output / "checkpoints").glob("*.ckpt"))) == 1
     assert "val_acc" in report(ran)
 
@@ -36,7 +36,7 @@ def classifier(part):
 
 @pytest.fixture(scope="module")
 def data(classifier):
-    return classifier.Docstrings(batch_size=4, words=300, length=16)
+    return classifier.Docstrings(batch_size=4)
 
 
 def test_texts_are_used_once(classifier):
@@ -47,7 +47,7 @@ def test_texts_are_used_once(classifier):
 
 def test_batches_are_as_long_as_their_longest_text(classifier):
     lengths = set()
-    for batch in classifier.Docstrings(batch_size=4, words=300).val_dataloader():
+    for batch in classifier.Docstrings(batch_size=4).val_dataloader():
         rows, length = batch["input_ids"].shape
         assert batch["attention_mask"].shape == (rows, length)
         assert batch["labels"].shape == (rows,)
@@ -58,7 +58,7 @@ def test_batches_are_as_long_as_their_longest_text(classifier):
 
 def test_one_step_trains_and_validates(classifier, data):
     torch.manual_seed(0)
-    module = classifier.Classifier(width=32, layers=1, words=300)
+    module = classifier.Classifier(width=32, layers=1)
     trainer = gt.Trainer(accelerator="cpu", fast_dev_run=True, enable_progress_bar=False)
     trainer.fit(module, datamodule=data)
     assert trainer.global_step == 1

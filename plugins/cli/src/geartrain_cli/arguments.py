@@ -515,6 +515,12 @@ def _unknown_option(name: str, parser: ArgumentParser, names: Names) -> str:
                 f"there is no option --{typed}: the trainer's options have no prefix. "
                 f"Write: {write}"
             )
+        if group in ("model", "data"):
+            what = "module" if group == "model" else "data module"
+            return (
+                f"--{typed}: the target has no {what} with arguments. "
+                f"Fix: leave it out, or give the {what}'s __init__ this argument"
+            )
         if group == kind:
             return (
                 f"--{typed}: no {group!r} is selected. Fix: --plugin {group}, or check the spelling"
