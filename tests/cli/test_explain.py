@@ -30,9 +30,7 @@ class OwnClipping:
 def row(table, name):
     """Return the cells of the table's row that starts with a cell."""
     rows = [
-        [cell.strip() for cell in line.strip("│").split("│")]
-        for line in table.splitlines()
-        if line.startswith("│")
+        [cell.strip() for cell in line.split("│")] for line in table.splitlines() if "│" in line
     ]
     return next(cells[1:] for cells in rows if cells[0] == name)
 
@@ -178,7 +176,7 @@ def test_the_table_names_owner_wrappers_and_passed_over_plugins(command, write):
     write("own.py", OWN_CLIPPING)
     done = command(
         "explain net.py --strategy scaled --plugin timed.py --plugin own.py --gradient-clip-val 1 "
-        "--data.batch-size 8"
+        "--data.batch-size 8 --hooks"
     )
     assert (done.code, done.err) == (0, "")
     assert row(done.out, "strategy") == ["scaled (geartrain-chip 1.0)", "--strategy scaled"]
@@ -188,3 +186,13 @@ def test_the_table_names_owner_wrappers_and_passed_over_plugins(command, write):
     assert (owner, wrappers) == ("own", "")
     assert "clipping: own owns it" in over
     assert row(done.out, "plan_processes")[0] == "scaled"
+
+
+def test_a_typical_plan_fits_one_screen(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    done = command("explain net.py --max-epochs 9 --seed 1")
+    assert row(done.out, "options") == ["max_epochs=9, seed=1", "not the defaults"]
+    assert len(done.out.splitlines()) < 24
+    assert max(map(len, done.out.splitlines())) <= 80
+    assert "reduce_gradients" not in done.out
+    assert "--hooks lists the plugins" in done.out

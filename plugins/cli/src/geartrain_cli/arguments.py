@@ -31,7 +31,7 @@ _SPELT_OTHERWISE = {
 }
 #: Options that only some commands have. A file of --print-config may hold those of another command.
 _OF_SOME = {
-    *("checkpoint", "resume", "json", "assume"),
+    *("checkpoint", "resume", "json", "hooks", "assume"),
     # of geartrain tune
     *("min_lr", "max_lr", "num_training", "mode", "early_stop_threshold"),
     *("init_val", "max_trials", "steps_per_trial", "batch_arg_name"),
@@ -206,7 +206,7 @@ def _normalise(argv: list[str]) -> list[str]:
         name
         for name, p in inspect.signature(Trainer).parameters.items()
         if "bool" in str(p.annotation)
-    } | {"json"}
+    } | {"json", "hooks"}
     tokens = []
     for i, token in enumerate(argv):
         if token in ("-q", "--quiet"):
@@ -343,6 +343,9 @@ def build_parser(
     )
     parser.add_argument("--config", action="config", help="a YAML file of options")
     if command == "explain":
+        parser.add_argument(
+            "--hooks", type=bool, default=False, help="also list the plugins of each hook"
+        )
         parser.add_argument(
             "--json", type=bool, default=False, help="print the plan and the hooks as JSON"
         )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from geartrain import Plan, Trainer
-from geartrain.plugin_api import Hooks, PluginInfo
+from geartrain.plugin_api import Hooks, Options, PluginInfo
 from geartrain_cli.arguments import read_arguments
 from geartrain_cli.target import Target
 
@@ -21,7 +22,7 @@ def command(
     target: Target | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> Trainer:
-    """Print the plan and the table of hooks.
+    """Print the plan and, with ``--hooks``, the table of hooks.
 
     Neither module nor data is made: the batch size is the data's ``batch_size`` option.
     """
@@ -44,12 +45,15 @@ def command(
     else:
         console = Console(markup=False)  # labels have brackets: geartrain-mps[mps]
         _print_plan(console, plan)
-        _print_hooks(console, trainer.hooks)
+        if values.hooks:
+            _print_hooks(console, trainer.hooks)
+        else:
+            console.print("\n--hooks lists the plugins that answer each hook, --json all of it.")
     return trainer
 
 
 def _print_plan(console: Console, plan: Plan) -> None:
-    table = Table("what", "chosen", "why", title="plan")
+    table = Table("what", "chosen", Column("why", overflow="fold"), show_edge=False)
     for kind, choice in (
         ("accelerator", plan.accelerator),
         ("strategy", plan.strategy),
@@ -60,25 +64,36 @@ def _print_plan(console: Console, plan: Plan) -> None:
     processes = "as the launcher decides" if plan.processes is None else str(plan.processes)
     table.add_row("processes", processes, f"{plan.layout.devices_per_process} device(s) each")
     table.add_row("batch size", *_batch_size(plan))
+    if changed := _changed(plan.options):
+        table.add_row("options", changed, "not the defaults")
     for what, how in plan.notes.items():
         table.add_row(what, how, f"set by {plan.strategy.name}")
     for choice in plan.plugins:
         table.add_row("plugin", _label(choice), choice.reason)
+    why: dict[str, list[str]] = {}
     for label, reason in plan.passed_over.items():
-        table.add_row("passed over", label, reason)
+        why.setdefault(reason, []).append(label.partition("[")[2].rstrip("]") or label)
+    for reason, names in why.items():
+        table.add_row("passed over", ", ".join(names), reason)
     console.print(table)
+
+
+def _changed(options: Options) -> str:
+    """Return the options of the loop that are not the defaults."""
+    pairs = ((field, getattr(options, field.name)) for field in fields(options))
+    return ", ".join(f"{field.name}={now!r}" for field, now in pairs if now != field.default)
 
 
 def _batch_size(plan: Plan) -> tuple[str, str]:
     if plan.per_device_batch is None:
         return "known when the loaders are made", "the data has no batch_size option"
-    parts = (
-        f"per device {plan.per_device_batch} × devices {len(plan.devices)} × nodes {plan.num_nodes}"
+    factors = (
+        (len(plan.devices), "devices"),
+        (plan.num_nodes, "nodes"),
+        (plan.options.accumulate_grad_batches, "accumulated"),
     )
-    return (
-        f"global {plan.global_batch}",
-        f"{parts} × accumulation {plan.options.accumulate_grad_batches}",
-    )
+    more = "".join(f" × {number} {what}" for number, what in factors if number > 1)
+    return f"global {plan.global_batch}", f"{plan.per_device_batch} per device{more}"
 
 
 def _label(choice: PluginInfo) -> str:
@@ -88,7 +103,8 @@ def _label(choice: PluginInfo) -> str:
 
 
 def _print_hooks(console: Console, hooks: Hooks) -> None:
-    table = Table(title="hooks")
+    console.print()
+    table = Table(show_edge=False)
     table.add_column("hook", no_wrap=True)
     for column in ("answered by, in call order", "wrapped by, outermost first", "passed over"):
         table.add_column(column)

@@ -53,12 +53,13 @@ def command(
 
 def _resuming(name: str, argv: list[str], target: Target | None, path: Path) -> str:
     """Return the command line that resumes this ``fit``, as a shell reads it."""
-    kept, rest = [], iter(argv)
-    for argument in rest:
-        option, _, value = argument.partition("=")
-        if option not in ("--resume", "--checkpoint"):
+    kept: list[str] = []
+    skips = False  # the value of the option before
+    for argument in argv:
+        option, has_value, _ = argument.partition("=")
+        starts = option in ("--resume", "--checkpoint")
+        if not starts and not (skips and not argument.startswith("--")):
             kept.append(argument)
-        elif not value:
-            next(rest, None)
+        skips = starts and not has_value
     program = ["geartrain", name] if target is None else ["python", sys.argv[0], name]
     return shlex.join([*program, *kept, "--resume", os.path.relpath(path)])
