@@ -76,7 +76,7 @@ def torch_in_children(folder, monkeypatch):
 def test_nothing_to_fix(command):
     done = command("doctor")
     assert (done.code, done.err) == (0, "")
-    assert done.out.splitlines()[-1] == "nothing to fix"
+    assert done.out.splitlines()[0] == "nothing to fix"
     for shown in (
         torch.__version__,
         "exact; 4 MiB in",
@@ -286,6 +286,7 @@ def test_a_check_that_fails_is_a_problem_and_the_others_continue(doctor, monkeyp
     assert facts["network"]["loopback"]["error"] is None
     shown = command("doctor")
     assert "machine: this check failed: PermissionError: no disk for you" in shown.out
+    assert shown.out.splitlines()[0] == "1 thing must be fixed"
     assert shown.err == "geartrain doctor: 1 thing must be fixed\n"
 
 

@@ -62,7 +62,7 @@ def test_listed_without_being_asked(geartrain):
     expected = {
         "name": "toy",
         "kind": "accelerator",
-        "state": "available",
+        "state": "installed",
         "reason": "",
         "distribution": "toy-accelerator",
     }
@@ -161,7 +161,7 @@ def test_explain_shows_the_accelerator_and_the_reason(geartrain):
     assert facts["hooks"]["device_batches"] == ["progress", "defaults"]
     table = geartrain("explain", TARGET, **NO_GPU).stdout
     line = next(line for line in table.splitlines() if "the toy driver is not loaded" in line)
-    assert "toy-accelerator[toy]" in line
+    assert " toy " in line
 
 
 @needs_a_python_backend

@@ -10,7 +10,7 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from geartrain import GeartrainError, UsageError
@@ -34,9 +34,9 @@ def command(name: str, argv: list[str]) -> None:
     if options.accelerator.lower() not in ("auto", "gpu"):
         registry.find("accelerator", options.accelerator)
     # Output of plugins and of the target must not mix with the report.
-    with contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(sys.stderr), _progress() as says:
         request = _target(options.pickle, rest)
-        sections = list(_examine(options, registry, request))
+        sections = list(_examine(options, registry, request, says))
     findings = list(dict.fromkeys(finding for section in sections for finding in section.findings))
     fixes, warnings = (
         [finding for finding in findings if finding.must is must] for must in (True, False)
@@ -118,20 +118,38 @@ def _target(target: str | None, rest: list[str]) -> Any:
     )
 
 
-def _examine(options: argparse.Namespace, registry: Registry, request: Any) -> Iterator[Section]:
-    yield examine("versions", software.versions, registry)
-    accelerators = examine("accelerators", software.accelerators, registry, options.accelerator)
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows the name of the running check, if stderr is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda name: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("checking") as status:
+        yield lambda name: status.update(f"checking: {name.replace('_', ' ')}")
+
+
+def _examine(
+    options: argparse.Namespace, registry: Registry, request: Any, says: Callable[[str], None]
+) -> Iterator[Section]:
+    def check(name: str, function: Callable[..., None], *arguments: Any) -> Section:
+        says(name)
+        return examine(name, function, *arguments)
+
+    yield check("versions", software.versions, registry)
+    accelerators = check("accelerators", software.accelerators, registry, options.accelerator)
     yield accelerators
-    yield examine("plugins", software.plugins, registry)
+    yield check("plugins", software.plugins, registry)
     chosen, devices = _chosen(accelerators.facts)
     if options.backend is not None:
         processes.check_backend(options.backend, chosen, devices)
-    yield examine("all_reduce", processes.processes, options.backend, chosen, devices)
-    yield examine("network", network.network)
-    yield examine("machine", machine.machine)
-    yield examine("environment", network.environment)
+    yield check("all_reduce", processes.processes, options.backend, chosen, devices)
+    yield check("network", network.network)
+    yield check("machine", machine.machine)
+    yield check("environment", network.environment)
     if options.pickle is not None:
-        yield examine("pickle", _pickles, request)
+        yield check("pickle", _pickles, request)
 
 
 def _pickles(section: Section, request: Any) -> None:

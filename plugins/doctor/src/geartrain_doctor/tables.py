@@ -16,18 +16,20 @@ Rows = Iterator[tuple[str, str]]
 
 
 def show(sections: Iterable[Section], fixes: list[Finding], warnings: list[Finding]) -> None:
-    """Print every section, then the problems and the warnings."""
+    """Print the verdict, the problems and the warnings, then every section."""
     # No markup: geartrain-cuda[cuda] is a name, not a style.
     console = Console(markup=False, highlight=False, emoji=False)
+    n = len(fixes)
+    verdict = "nothing to fix" if n == 0 else f"{n} thing{'s' * (n > 1)} must be fixed"
+    console.print(verdict, style="bold")
+    _show_findings(console, "what to fix", fixes)
+    _show_findings(console, "what may matter", warnings)
+    console.print()
     for section in sections:
         for table in _TABLES[section.name](section):
             console.print(table)
         if section.error is not None:
             console.print(f"{section.name}: this check failed: {section.error}")
-    _show_findings(console, "what to fix", fixes)
-    _show_findings(console, "what may matter", warnings)
-    if not fixes:
-        console.print("nothing to fix")
 
 
 def _show_findings(console: Console, title: str, findings: list[Finding]) -> None:
