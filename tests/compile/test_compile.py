@@ -305,8 +305,27 @@ def test_a_plain_model_that_the_user_compiled_trains_with_the_names_of_the_model
     trainer().test(compiled, loader(), loss=mse, ckpt_path=tmp_path / "1.ckpt")
 
 
-@pytest.mark.parametrize("command", ["fit", "test"])
-def test_a_module_that_the_user_compiled_is_refused_with_the_plugin_as_fix(command):
+def test_a_module_that_the_user_compiled_trains_compiled_with_its_own_names(tmp_path):
+    module, plain = Reads(), Reads()
+    compiled = torch.compile(module, backend="eager")
+    save = ModelCheckpoint(dirpath=tmp_path, filename="1")
+    one = trainer(seed=1, plugins=[save])
+    one.fit(compiled, loader())
+    assert graphs() > 0
+    trainer(seed=1).fit(plain, loader())
+    assert same(module.state_dict(), plain.state_dict())
+    state = torch.load(tmp_path / "1.ckpt", weights_only=True)["model"]
+    assert state.keys() == plain.state_dict().keys()
+    trainer().validate(compiled, loader(), ckpt_path=tmp_path / "1.ckpt")
+    torch._dynamo.reset()
+    counters.clear()
+    trainer().validate(module, loader())
+    assert graphs() == 0  # the module itself is not compiled
+
+
+def test_compiled_twice_is_refused():
     compiled = torch.compile(Net(), backend="eager")
-    with pytest.raises(UsageError, match=r"give Net itself, and Trainer\(plugins=\['compile'\]\)"):
-        getattr(trainer(), command)(compiled, loader())
+    with pytest.raises(UsageError, match=r"the plugin compile is chosen too\. Fix: leave one"):
+        trainer(plugins=["compile"], plugin_options={"compile": {"backend": "eager"}}).fit(
+            compiled, loader()
+        )

@@ -94,18 +94,19 @@ def _parts(batch: Any) -> tuple[Iterable[Any] | Mapping[str, Any], Any]:
 def as_module(command: str, model: Any, loss: Any, optimizer: Any) -> Any:
     """Return a geartrain Module as it is, and a plain ``nn.Module`` as a :class:`WrappedModule`.
 
+    Of ``torch.compile(module)`` return the Module, which the plugin ``compile`` then compiles.
+
     Raises:
         UsageError: an argument is missing, not needed, or of the wrong kind.
     """
     if isinstance(model, type):
         raise UsageError(f"{model.__name__} is a class. Fix: {command}({model.__name__}(...), ...)")
-    inner = getattr(model, "_orig_mod", None)  # of the result of torch.compile
-    if isinstance(inner, Module):
-        name = type(inner).__name__
-        raise UsageError(
-            f"torch.compile({name}) would not compile {name}'s steps and renames its weights. "
-            f"Fix: give {name} itself, and Trainer(plugins=['compile']) of geartrain-compile"
-        )
+    compiled = getattr(model, "_orig_mod", None)  # of the result of torch.compile
+    if isinstance(compiled, Module):
+        vars(compiled)["_compile_with"] = model.dynamo_ctx  # for geartrain-compile
+        model = compiled
+    elif isinstance(model, Module):
+        vars(model).pop("_compile_with", None)
     if isinstance(model, WrappedModule) and loss is not None:
         model = model.model  # of the trainer's last run
     if isinstance(model, Module) or not isinstance(model, nn.Module):

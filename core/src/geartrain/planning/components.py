@@ -181,12 +181,20 @@ def parts_for(
 ) -> tuple[LoadedPlugin, ...]:
     """Return the parts of one run: the trainer's, and those that the command and the module need.
 
-    A ``fit`` with a folder needs the writer of last.ckpt. If ``automatic_optimization`` is
-    ``False``, ``fit`` needs the plugin ``manual_optimisation``, which replaces some of the others.
+    A ``fit`` with a folder needs the writer of last.ckpt. ``torch.compile(module)`` needs the
+    plugin ``compile``. If ``automatic_optimization`` is ``False``, ``fit`` needs the plugin
+    ``manual_optimisation``, which replaces some of the others.
 
     Raises:
-        UsageError: manual optimisation is not installed.
+        UsageError: manual optimisation or ``compile`` is not installed; or ``compile`` is also
+            chosen.
     """
+    if hasattr(module, "_compile_with"):
+        if any(part.info.name == "compile" for part in parts):
+            what = "the module is the result of torch.compile, and the plugin compile is chosen too"
+            raise UsageError(f"{what}. Fix: leave one of them out")
+        reason = f"torch.compile({type(module).__name__})"
+        parts = [*parts, registry.select("plugin", "compile", {}, reason)]
     if command == "fit" and any(type(part.plugin) is RunFolder for part in parts):
         parts = [*parts, _core_part("last_checkpoint", LastCheckpoint(), "output=")]
     if command != "fit":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterator
-from functools import cache
+from functools import cache, partial
 from types import FunctionType
 from typing import Any
 
@@ -24,6 +24,8 @@ class Compile:
     the step methods. These stay Python, so ``self.log`` and ``self.trainer`` in them cause no graph
     break and no recompilation. A submodule without ``forward``, such as a ModuleList, is replaced
     by its own submodules. Metrics are not compiled. Names in checkpoints do not change.
+
+    ``trainer.fit(torch.compile(module))`` selects it with the options of that call.
 
     Args:
         regions: compile only submodules of these classes, by name, such as ``Block``. Equal
@@ -70,7 +72,8 @@ class Compile:
                 f"{_WHO}: {plan.strategy.name} copies the module to each device, and compiled "
                 "calls would use the weights of the first. Fix: --strategy ddp"
             )
-        if self.backend == "inductor" and plan.accelerator.name == "cpu":
+        given = hasattr(module, "_compile_with")  # perhaps with another backend
+        if self.backend == "inductor" and plan.accelerator.name == "cpu" and not given:
             _check_cpp_compiler()
         # A module that makes its networks in setup() is checked after it.
         if isinstance(module, nn.Module) and not overridden(module, "setup"):
@@ -83,11 +86,12 @@ class Compile:
         # Before the strategy wraps: DDP overlaps the reduction with compiled graphs only if it is
         # outside of them (torch/_dynamo/backends/distributed.py).
         compiled_calls: dict[Any, Callable[..., Any]] = {}
+        own = partial(torch.compile, backend=self.backend, **self._options)
+        compiler = getattr(user_module, "_compile_with", own)
         for module in self.compiled.values():
             alike = type(module), repr(module), tuple(p.shape for p in module.parameters())
             if alike not in compiled_calls:
-                call = _call_for(alike)
-                compiled_calls[alike] = torch.compile(call, backend=self.backend, **self._options)
+                compiled_calls[alike] = compiler(_call_for(alike))
             _compile_calls_of(module, compiled_calls[alike])
         return (yield)
 
