@@ -33,7 +33,7 @@ OPTIONS = {
     "compile": ["--compile.backend", "eager"],  # inductor needs a C++ compiler and a minute
     "early_stopping": ["--early_stopping.monitor", "train_loss"],
     "prediction_writer": ["--prediction_writer.output_dir", "predictions"],
-    "swa": ["--swa.swa_lrs", "0.1"],
+    "swa": ["--swa.swa_lrs", "0.1", "--swa.swa_epoch_start", "1"],
     "timer": ["--timer.duration", "00:01:00:00"],
     "wandb": ["--wandb.mode", "offline"],
 }
