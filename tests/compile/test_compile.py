@@ -325,7 +325,9 @@ def test_a_module_that_the_user_compiled_trains_compiled_with_its_own_names(tmp_
 
 def test_compiled_twice_is_refused():
     compiled = torch.compile(Net(), backend="eager")
-    with pytest.raises(UsageError, match=r"the plugin compile is chosen too\. Fix: leave one"):
+    with pytest.raises(
+        UsageError, match=r"the plugin compile, which is chosen too\. Fix: leave one"
+    ):
         trainer(plugins=["compile"], plugin_options={"compile": {"backend": "eager"}}).fit(
             compiled, loader()
         )

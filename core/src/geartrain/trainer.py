@@ -30,7 +30,6 @@ from geartrain.hooks.spelling import warn_of_others
 from geartrain.launch.cluster import detect
 from geartrain.loop.run import Run
 from geartrain.loop.step_forwarder import check_data, check_module
-from geartrain.loop.sync_batchnorm import check_sync_batchnorm
 from geartrain.loop.worker import work
 from geartrain.loop.wrapped_module import as_module
 from geartrain.module.hparams import hyperparameters
@@ -341,13 +340,12 @@ class Trainer(TrainerProperties):
             Hooks(self._parts).check_plan(plan=self.plan, module=model)
         self.hooks = self.hooks_for(model, command)
         check_joins(self.plan, self.hooks)
-        check_sync_batchnorm(self.plan, model)
         self.hooks.check_plan(plan=self.plan, module=model)
         return self.plan
 
     def hooks_for(self, model: Module | type[Module], command: str) -> Hooks:
         """Return the hooks of one run, not yet frozen: a run freezes its own."""
-        return Hooks(parts_for(self.registry, self._parts, model, command))
+        return Hooks(parts_for(self.registry, self._parts, self.plan.options, model, command))
 
     def _start(
         self,

@@ -163,14 +163,31 @@ def test_core_trains_without_the_tools(alone, tmp_path):
     assert (tmp_path / "run" / "last.ckpt").exists()
 
 
-def test_a_module_in_manual_optimisation(alone):
-    class Manual(Net):
-        automatic_optimization = False
-
-    one, said = (
-        gt.Trainer(accelerator="cpu"),
-        r"^Manual\.automatic_optimization is False, which geartrain-manual runs\. Fix: pip install",
-    )
-    for start in (lambda: one.fit(Manual(), loader()), lambda: one.check(Manual)):
-        with pytest.raises(gt.UsageError, match=f"{said} geartrain-manual$"):
+@pytest.mark.parametrize(
+    ("methods", "options", "reason", "distribution"),
+    [
+        (
+            {"automatic_optimization": False},
+            {},
+            "Mine.automatic_optimization = False",
+            "geartrain-manual",
+        ),
+        (
+            {
+                "backward": lambda self, loss: loss.backward(),
+                "configure_gradient_clipping": lambda self, optimizer, limit, algorithm: None,
+            },
+            {},
+            "Mine.backward, Mine.configure_gradient_clipping",
+            "geartrain-manual",
+        ),
+        ({}, {"sync_batchnorm": True}, "sync_batchnorm=True", "geartrain-parallel"),
+    ],
+)
+def test_a_module_or_an_option_that_needs_a_plugin(alone, methods, options, reason, distribution):
+    module = type("Mine", (Net,), methods)
+    trainer = gt.Trainer(accelerator="cpu", **options)
+    message = f"{reason} needs {distribution}. Fix: pip install {distribution}"
+    for start in (lambda: trainer.fit(module(), loader()), lambda: trainer.check(module)):
+        with pytest.raises(gt.UsageError, match=f"^{re.escape(message)}$"):
             start()

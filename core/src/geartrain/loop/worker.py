@@ -21,7 +21,6 @@ from geartrain.loop.optimizers import needs_closure, read_optimizers
 from geartrain.loop.run import Run, World
 from geartrain.loop.stages import end_all_workers, set_up_loaders
 from geartrain.loop.step_forwarder import ModuleHooks, StepForwarder
-from geartrain.loop.sync_batchnorm import synchronize
 from geartrain.metrics.objects import warn_of_unknown
 from geartrain.metrics.store import MetricStore
 from geartrain.module.module import DataModule, Module
@@ -53,8 +52,6 @@ def work(run: Run, source: DataSource, start: Start, local_rank: int) -> Any:
         run.ranks.check(run, None if file is None else file.name)
         run.source = source
         set_up_loaders(run)
-        if options.sync_batchnorm and run.command == "fit" and run.world.size > 1:
-            undo.append(synchronize(run))
         _set_up_model(run, start)
         if options.seed is not None and run.world.rank:  # the same weights, but other dropout
             seed_everything(options.seed + run.world.rank)

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from geartrain._version import __version__
-from geartrain.builtin import overrides
 from geartrain.builtin.clipping import GradientClipping
 from geartrain.builtin.defaults import Defaults
-from geartrain.builtin.precision import ScaledPrecision
 from geartrain.builtin.run_folder import LastCheckpoint, RunFolder
 from geartrain.errors import UsageError
 from geartrain.errors.hints import write_instead
@@ -40,6 +38,11 @@ from geartrain.planning.selection import (
 
 #: Lightning's packages.
 _LIGHTNING = ("lightning", "pytorch_lightning")
+#: Methods of a module that the plugin ``overrides`` calls in place of a part of the step.
+_OVERRIDES = (
+    *("backward", "configure_gradient_clipping"),
+    *("optimizer_step", "optimizer_zero_grad"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,54 +180,49 @@ def reserved_folder(
 
 
 def parts_for(
-    registry: Registry, parts: Sequence[LoadedPlugin], module: Any, command: str
+    registry: Registry, parts: Sequence[LoadedPlugin], options: Options, module: Any, command: str
 ) -> tuple[LoadedPlugin, ...]:
     """Return the parts of one run: the trainer's, and those that the command and the module need.
 
-    A ``fit`` with a folder needs the writer of last.ckpt. ``torch.compile(module)`` needs the
-    plugin ``compile``. If ``automatic_optimization`` is ``False``, ``fit`` needs the plugin
-    ``manual_optimisation``, which replaces some of the others.
+    A ``fit`` with a folder needs the writer of last.ckpt. :func:`_needed` has the plugins.
 
     Raises:
-        UsageError: manual optimisation or ``compile`` is not installed; or ``compile`` is also
-            chosen.
+        UsageError: a plugin that the run needs is not installed, or is chosen too.
     """
-    if hasattr(module, "_compile_with"):
-        if any(part.info.name == "compile" for part in parts):
-            what = "the module is the result of torch.compile, and the plugin compile is chosen too"
-            raise UsageError(f"{what}. Fix: leave one of them out")
-        reason = f"torch.compile({type(module).__name__})"
-        parts = [*parts, registry.select("plugin", "compile", {}, reason)]
     if command == "fit" and any(type(part.plugin) is RunFolder for part in parts):
         parts = [*parts, _core_part("last_checkpoint", LastCheckpoint(), "output=")]
+    for name, reason in _needed(options, module, command).items():
+        if not any(candidate.name == name for candidate in registry.of("plugin")):
+            home = KNOWN["plugin", name]
+            raise UsageError(f"{reason} needs {home}. Fix: pip install {home}")
+        part = registry.select("plugin", name, {}, reason)
+        if hasattr(part.plugin, "added_for"):
+            # As a part of core: hooks of the strategy and of the precision have precedence.
+            part = replace(part, info=replace(part.info, kind="core"))
+        elif any(other.info.name == name for other in parts):
+            what = f"{reason} selects the plugin {name}, which is chosen too"
+            raise UsageError(f"{what}. Fix: leave one of them out")
+        if hasattr(part.plugin, "replace_parts"):
+            parts = part.plugin.replace_parts(parts, module)
+        parts = [*parts, part]
+    return tuple(parts)
+
+
+def _needed(options: Options, module: Any, command: str) -> dict[str, str]:
+    """Return the plugins that a run needs and nobody chooses: name -> reason."""
+    needed, cls = {}, (module if isinstance(module, type) else type(module)).__name__
+    if hasattr(module, "_compile_with"):
+        needed["compile"] = f"torch.compile({cls})"
     if command != "fit":
-        return tuple(parts)
-    if module.automatic_optimization:
-        return _with_overrides(parts, module)
-    name, home = "manual_optimisation", KNOWN["plugin", "manual_optimisation"]
-    if not any(candidate.name == name for candidate in registry.of("plugin")):
-        cls = module if isinstance(module, type) else type(module)
-        what = f"{cls.__name__}.automatic_optimization is False, which {home} runs"
-        raise UsageError(f"{what}. Fix: pip install {home}")
-    selected = registry.select("plugin", name, {}, "automatic_optimization = False")
-    # As a part of core: hooks of the strategy and of the precision have precedence.
-    manual = replace(selected, info=replace(selected.info, kind="core"))
-    # Last, so that ``run.manual`` exists in every on_run_start.
-    return (*manual.plugin.replace_parts(parts), manual)
-
-
-def _with_overrides(parts: Sequence[LoadedPlugin], module: Any) -> tuple[LoadedPlugin, ...]:
-    """Add the methods of the module that replace a part of the training step, as parts of core."""
-    own = {name: part for name, part in overrides.PARTS.items() if overridden(module, name)}
-    if not own:
-        return tuple(parts)
-    if any(isinstance(part.plugin, ScaledPrecision) for part in parts):
-        own.pop("backward", None)  # the precision calls it
-    if "configure_gradient_clipping" in own:  # two parts of core cannot own clip_gradients
-        parts = [part for part in parts if not isinstance(part.plugin, GradientClipping)]
-    cls = (module if isinstance(module, type) else type(module)).__name__
-    added = [_core_part(f"{cls}.{name}", part(), "its module") for name, part in own.items()]
-    return (*parts, *added)
+        return needed
+    if options.sync_batchnorm:
+        needed["sync_batchnorm"] = "sync_batchnorm=True"
+    if not module.automatic_optimization:
+        # Last, so that ``run.manual`` exists in every on_run_start.
+        needed["manual_optimisation"] = f"{cls}.automatic_optimization = False"
+    elif own := [f"{cls}.{name}" for name in _OVERRIDES if overridden(module, name)]:
+        needed["overrides"] = ", ".join(own)
+    return needed
 
 
 def plugin_parts(

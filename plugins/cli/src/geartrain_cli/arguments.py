@@ -410,7 +410,8 @@ def _add_chosen(parser: ArgumentParser, names: Names, registry: Registry) -> dic
         if inspect.isclass(found) and key not in groups:
             if key in parser.get_defaults():
                 raise UsageError(
-                    f"plugin {name!r} has the name of an option (--{key}). Fix: rename the plugin"
+                    f"plugin {name!r} has the name of an option (--{key}). "
+                    "Fix: use the option, or rename the plugin"
                 )
             parser.add_class_arguments(found, key, instantiate=False, fail_untyped=False)
             groups[key] = name

@@ -72,7 +72,7 @@ class ManualOptimisation:
         self._toggled: tuple[Optimizer, dict[torch.nn.Parameter, bool]] | None = None
         self._taken: list[Callable[[], None]] = []
 
-    def replace_parts(self, parts: Sequence[LoadedPlugin]) -> list[LoadedPlugin]:
+    def replace_parts(self, parts: Sequence[LoadedPlugin], module: Any) -> list[LoadedPlugin]:
         """Return a trainer's parts, changed for manual optimisation; this part follows them."""
         # Without core's clipping: two parts cannot own clip_gradients. check_plan has the fix.
         return [

@@ -8,17 +8,51 @@ that the module does not take reaches no plugin.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from geartrain.errors import TrainingError, UsageError
-from geartrain.hookspecs import hookimpl
-from geartrain.loop.optimizers import check_clip, clip, parameters_of
-from geartrain.loop.run import Run
-from geartrain.plan import Plan
+from geartrain import Plan, Run, TrainingError, UsageError, hookimpl
+from geartrain.plugin_api import (
+    LoadedPlugin,
+    PluginInfo,
+    ScaledPrecision,
+    check_clip,
+    clip,
+    overridden,
+    parameters_of,
+)
+
+
+class Overrides:
+    """Adds a part for each method of the module that replaces a part of the training step.
+
+    ``lr_scheduler_step`` needs none: the loop calls it in any case.
+    """
+
+    added_for = "a module with such methods"
+
+    def replace_parts(self, parts: Sequence[LoadedPlugin], module: Any) -> list[LoadedPlugin]:
+        """Return a trainer's parts, and those of the module's own methods."""
+        own: dict[str, Any] = {
+            "backward": OwnBackward,
+            "configure_gradient_clipping": OwnClipping,
+            "optimizer_step": OwnStep,
+            "optimizer_zero_grad": OwnZeroGrad,
+        }
+        own = {name: part for name, part in own.items() if overridden(module, name)}
+        if any(isinstance(part.plugin, ScaledPrecision) for part in parts):
+            own.pop("backward", None)  # the precision calls it
+        if "configure_gradient_clipping" in own:  # two parts cannot own clip_gradients
+            parts = [p for p in parts if not (p.info.is_core and p.info.name == "clipping")]
+        cls = (module if isinstance(module, type) else type(module)).__name__
+        added = [
+            LoadedPlugin(PluginInfo(f"{cls}.{name}", "core", None, None, "its module"), part())
+            for name, part in own.items()
+        ]
+        return [*parts, *added]
 
 
 class OwnBackward:
@@ -154,16 +188,6 @@ class OwnZeroGrad:
     def _release(self) -> None:
         while self._undo:
             self._undo.pop()()
-
-
-#: Methods of a module -> the part that calls them. ``lr_scheduler_step`` needs none: the loop calls
-#: it in any case.
-PARTS = {
-    "backward": OwnBackward,
-    "configure_gradient_clipping": OwnClipping,
-    "optimizer_step": OwnStep,
-    "optimizer_zero_grad": OwnZeroGrad,
-}
 
 
 def _restore(optimizer: Optimizer, name: str, before: Any) -> None:

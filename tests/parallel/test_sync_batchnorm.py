@@ -8,7 +8,7 @@ from torch import nn
 
 import geartrain as gt
 from geartrain import TrainingError, UsageError
-from geartrain.loop.sync_batchnorm import synchronize
+from geartrain_parallel.sync_batchnorm import SyncBatchNorm
 
 
 class Normed(Net):
@@ -42,21 +42,22 @@ def test_only_the_class_of_layers_changes_and_it_is_restored(joined):
     calls = []
     norm.register_forward_hook(lambda *_: calls.append(1))
     keys, facts, hooks = list(net.state_dict()), set(vars(norm)), list(net.parameters())
-    restore = synchronize(run)
+    plugin = SyncBatchNorm()
+    plugin._synchronize(run)
     assert type(norm) is nn.SyncBatchNorm
     assert net.layers[1] is norm
     assert list(net.state_dict()) == keys
     assert all(a is b for a, b in zip(net.parameters(), hooks, strict=True))
     norm.eval()(torch.ones(2, 4))
     assert calls == [1]
-    restore(run=run)
+    list(plugin.teardown_process_group())
     assert type(norm) is nn.BatchNorm1d
     assert set(vars(norm)) == facts
 
 
 def test_each_rank_synchronizes_after_it_joined_and_restores_after_an_error(joined, monkeypatch):
     """torch raises in the forward of a SyncBatchNorm on the CPU, which is why it is refused."""
-    monkeypatch.setattr("geartrain.trainer.check_sync_batchnorm", lambda *_: None)
+    monkeypatch.delattr(SyncBatchNorm, "check_plan")
     one, strategy = on_threads(sync_batchnorm=True)
     with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on GPU"):
         one.fit(Normed(), loader())
@@ -69,9 +70,7 @@ def test_one_rank_keeps_its_layers():
     assert type(net.layers[1]) is nn.BatchNorm1d
 
 
-def test_evaluation_keeps_its_layers(monkeypatch):
-    monkeypatch.setattr("geartrain.trainer.check_sync_batchnorm", lambda *_: None)
-
+def test_evaluation_keeps_its_layers():
     class Evaluated(Normed):
         def validation_step(self, batch, batch_idx):
             assert type(self.layers[1]) is nn.BatchNorm1d
@@ -100,12 +99,12 @@ def test_a_layer_whose_own_methods_would_be_lost_is_refused_before_anything_star
 
 def test_a_strategy_without_torch_distributed_is_refused():
     with pytest.raises(TrainingError, match=r"single\] has no process group|single has no process"):
-        synchronize(run_of(Normed()))
+        SyncBatchNorm()._synchronize(run_of(Normed()))
 
 
 def test_a_module_without_batchnorm_is_a_warning(joined):
     with pytest.warns(UserWarning, match="changes nothing: Net has no BatchNorm"):
-        synchronize(run_of(Net()))
+        SyncBatchNorm()._synchronize(run_of(Net()))
 
 
 def test_it_is_an_option_of_the_plan():
