@@ -37,12 +37,28 @@ OPTIONS = {
     "timer": ["--timer.duration", "00:01:00:00"],
     "wandb": ["--wandb.mode", "offline"],
 }
-#: Plugins that geartrain adds for some modules -> the change that makes TARGET such a module.
+#: Plugins that a module or an option selects -> the option, and changes that make TARGET such a
+#: module.
 ADDED = {
     "manual_optimisation": (
-        "return loss",
-        "self.manual_backward(loss)\n        self.optimizers().step()",
-    )
+        [],
+        {
+            "    def __init__(self):\n        super": (
+                "    automatic_optimization = False\n\n    def __init__(self):\n        super"
+            ),
+            "return loss": "self.manual_backward(loss)\n        self.optimizers().step()",
+        },
+    ),
+    "overrides": (
+        [],
+        {
+            "    def configure_optimizers": (
+                "    def backward(self, loss):\n        loss.backward()\n\n"
+                "    def configure_optimizers"
+            )
+        },
+    ),
+    "sync_batchnorm": (["--sync-batchnorm", "true"], {}),
 }
 #: Plugins that this machine may be unable to use -> words of the error.
 UNUSABLE = {
@@ -318,7 +334,13 @@ def check(
         chosen = [word for one in selected for word in ("--plugin", one, *OPTIONS.get(one, ()))]
         said.append(fit(scripts, folder, ["--accelerator", "cpu", *chosen], "+".join(selected)))
     said += [
-        fit(scripts, folder, ["--accelerator", "cpu"], one, added_target(folder, one))
+        fit(
+            scripts,
+            folder,
+            ["--accelerator", "cpu", *ADDED[one][0]],
+            one,
+            added_target(folder, one),
+        )
         for one in names["plugin"]
         if one in ADDED
     ]
@@ -392,7 +414,7 @@ def missing_commands(scripts: Path, folder: Path):
         may_fail=True,
     )
     said = (
-        "Manual.automatic_optimization is False, which geartrain-manual runs.\n"
+        "Line.automatic_optimization = False needs geartrain-manual.\n"
         "Fix: pip install geartrain-manual\n"
     )
     assert done.returncode == 2, done.stderr
@@ -402,10 +424,9 @@ def missing_commands(scripts: Path, folder: Path):
 
 def added_target(folder: Path, plugin: str):
     """Write a target whose module needs a plugin of ``ADDED``; return its name."""
-    changed = TARGET.replace(
-        "class Line(gt.Module):", "class Manual(gt.Module):\n    automatic_optimization = False\n"
-    )
-    changed = changed.replace(*ADDED[plugin]).replace("gt.cli(Line", "gt.cli(Manual")
+    changed = TARGET
+    for before, after in ADDED[plugin][1].items():
+        changed = changed.replace(before, after)
     (folder / f"{plugin}.py").write_text(changed, encoding="utf-8")
     return f"{plugin}.py"
 
