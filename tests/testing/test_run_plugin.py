@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -57,13 +56,6 @@ def test_a_plugin_runs_on_two_ranks_by_default():
     assert first.metrics["val_loss"] == second.metrics["val_loss"]
     assert (first.result, first.error) == (second.result, second.error) == (None, None)
     assert [rank.trainer.global_rank for rank in (first, second)] == [0, 1]
-
-
-def test_it_takes_less_than_a_second():
-    run_plugin(Norm())
-    began = time.process_time()
-    run_plugin(Norm())
-    assert time.process_time() - began < 0.2
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
