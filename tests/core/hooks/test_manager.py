@@ -1,10 +1,12 @@
 """The owner of a hook, its wrappers, and the order of an all-hook's implementations."""
 
+import inspect
+import re
 from types import ModuleType
 
 import pytest
 
-from geartrain import TrainingError, UsageError, hookimpl, hookspec
+from geartrain import TrainingError, UsageError, hookimpl, hookspec, hookspecs
 from geartrain.hooks.manager import Hooks
 from geartrain.plan import PlanRequest
 
@@ -392,3 +394,9 @@ def test_fire_calls_all_or_nothing():
         assert hooks.on_epoch_end(run=None) == [2, 1]
         assert hooks.on_epoch_start(run=None) == []
         hooks.freeze()
+
+
+def test_type_checkers_know_every_hook():
+    source = inspect.getsource(Hooks)
+    names = [name for name, value in vars(hookspecs).items() if hasattr(value, "geartrain_spec")]
+    assert [name for name in names if not re.search(rf"^        {name}( =|:) ", source, re.M)] == []

@@ -25,6 +25,9 @@ from geartrain.hooks.isolation import guarded
 from geartrain.hooks.plugin_info import LoadedPlugin, PluginInfo
 from geartrain.hooks.results import require_result, unchecked
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 _PROJECT = "geartrain"
 #: The kinds that may own a single hook, in order of precedence. A plugin needs ``replaces``.
 _OWNERS = ("strategy", "accelerator", "precision", "core", "default")
@@ -80,9 +83,47 @@ class Hooks:
             require_result(caller, hook in self._owner_of)
         vars(self).update(self._specs)
 
-    if TYPE_CHECKING:  # at run time it would slow down every hook call
+    if TYPE_CHECKING:  # for editors and type checkers
+        plan_processes = staticmethod(hookspecs.plan_processes)
+        check_plan = staticmethod(hookspecs.check_plan)
+        launch = staticmethod(hookspecs.launch)
+        setup_device = staticmethod(hookspecs.setup_device)
+        setup_process_group = staticmethod(hookspecs.setup_process_group)
+        make_ranks = staticmethod(hookspecs.make_ranks)
+        shard_dataloader = staticmethod(hookspecs.shard_dataloader)
+        wrap_model = staticmethod(hookspecs.wrap_model)
+        wrap_optimizer = staticmethod(hookspecs.wrap_optimizer)
+        load_checkpoint = staticmethod(hookspecs.load_checkpoint)
+        device_batches = staticmethod(hookspecs.device_batches)
+        step = staticmethod(hookspecs.step)
+        micro_step = staticmethod(hookspecs.micro_step)
+        forward = staticmethod(hookspecs.forward)
+        backward = staticmethod(hookspecs.backward)
+        reduce_gradients = staticmethod(hookspecs.reduce_gradients)
+        clip_gradients = staticmethod(hookspecs.clip_gradients)
+        optimizer_step = staticmethod(hookspecs.optimizer_step)
+        log_sync = staticmethod(hookspecs.log_sync)
+        all_gather = staticmethod(hookspecs.all_gather)
+        broadcast = staticmethod(hookspecs.broadcast)
+        barrier = staticmethod(hookspecs.barrier)
+        save_checkpoint = staticmethod(hookspecs.save_checkpoint)
+        find_checkpoint: Callable[..., list[Sequence[Path]]]
+        device_stats: Callable[..., list[dict[str, float]]]
+        log_metrics = staticmethod(hookspecs.log_metrics)
+        log_media = staticmethod(hookspecs.log_media)
+        on_run_start = staticmethod(hookspecs.on_run_start)
+        on_epoch_start = staticmethod(hookspecs.on_epoch_start)
+        on_step_end = staticmethod(hookspecs.on_step_end)
+        on_validation_start = staticmethod(hookspecs.on_validation_start)
+        on_validation_end = staticmethod(hookspecs.on_validation_end)
+        on_epoch_end = staticmethod(hookspecs.on_epoch_end)
+        on_checkpoint_saved = staticmethod(hookspecs.on_checkpoint_saved)
+        on_exception = staticmethod(hookspecs.on_exception)
+        on_run_end = staticmethod(hookspecs.on_run_end)
+        teardown_process_group = staticmethod(hookspecs.teardown_process_group)
+        teardown_device = staticmethod(hookspecs.teardown_device)
 
-        def __getattr__(self, name: str) -> Any: ...
+        def __getattr__(self, name: str) -> Any: ...  # a hook of a plugin's own hookspecs
 
     @property
     def names(self) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ class Recorder:
         return (yield)
 
     @hookimpl
-    def log_metrics(self, metrics: dict[str, float]) -> None:
+    def log_metrics(self, metrics: Mapping[str, float]) -> None:
         if "loss_step" in metrics:
             self.curve.append(metrics["loss_step"])
 
