@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 from small_models import (
+    CountsInPlace,
     Loggers,
     Net,
     Noting,
@@ -68,6 +69,12 @@ def test_true_precisions(precision, dtype):
     torch.testing.assert_close(
         module.a.weight, by_hand(expected, data, in_turn_by_hand, epochs=2).a.weight
     )
+
+
+def test_the_hooks_of_a_model_that_was_wrapped_in_place_are_called():
+    plugin = CountsInPlace()
+    fit(Two(), plugins=[plugin])
+    assert plugin.calls == {"training_step": 6}
 
 
 def test_accumulation_over_two_backwards_and_over_batches():

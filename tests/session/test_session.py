@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from small_models import (
+    CountsInPlace,
     Loggers,
     Net,
     Pretend,
@@ -577,6 +578,13 @@ def test_a_marked_method_is_called_through_the_hook():
         assert watcher.calls == ["on_run_start", "forward loss"]
         with pytest.raises(UsageError, match="Net has no method 'los'"):
             model.mark_forward_method("los")
+
+
+def test_the_hooks_of_a_model_that_was_wrapped_in_place_are_called():
+    plugin = CountsInPlace()
+    with make(plugins=[plugin]) as session:
+        train(session, layers(), loader())
+    assert plugin.calls == {"forward": 6}
 
 
 def test_keyword_arguments_reach_the_model():

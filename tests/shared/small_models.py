@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from collections import Counter
 from functools import partial
 
 import torch
@@ -266,6 +267,19 @@ class Pretend:
 
     @hookimpl
     def teardown_process_group(self): ...
+
+
+class CountsInPlace:
+    """Wraps in place, as fully_shard does: the same object, with a forward hook."""
+
+    def __init__(self):
+        self.calls = Counter()
+
+    @hookimpl(wrapper=True)
+    def wrap_model(self):
+        model = yield
+        model.register_forward_hook(lambda _, args, output: self.calls.update([args[0]]))
+        return model
 
 
 def weights(module):

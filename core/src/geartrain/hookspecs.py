@@ -136,7 +136,8 @@ def wrap_model(run: Run, model: nn.Module) -> nn.Module:
     Fired: once in each process, after ``setup_process_group`` and before ``configure_optimizers``.
     Arguments: ``model`` is ``StepForwarder(module)``: ``model("training_step", batch, batch_idx)``
         calls that method of the module.
-    Returns: the module that the ``forward`` hook calls; it becomes ``run.model``.
+    Returns: the module that the ``forward`` hook calls; it becomes ``run.model``. It may be
+        ``model`` itself, wrapped in place as ``fully_shard`` does.
     Default: ``model.to(run.device)``, for one rank. With several ranks, each rank must get the
         weights of rank 0.
     """

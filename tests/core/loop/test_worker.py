@@ -4,12 +4,13 @@ import pickle
 
 import pytest
 import torch
-from small_models import EvalNet, loader, trainer
+from small_models import CountsInPlace, EvalNet, loader, trainer
 from torch import nn
 
 import geartrain as gt
 from geartrain import Layout, World, hookimpl
 from geartrain.loop.run import Stage
+from geartrain.testing import ThreadRanks
 
 
 class Wrapped(nn.Module):
@@ -109,6 +110,17 @@ def test_the_results_of_the_owners_are_trained():
     # Evaluation calls the bare module: a wrapper's forward may communicate, and ranks may have
     # unequal numbers of batches.
     assert one.run.model.calls == ["training_step"] * 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+def test_the_hooks_of_a_model_that_was_wrapped_in_place_are_called(command, ranks):
+    plugin, batches = CountsInPlace(), loader(batch_size=4 // ranks)
+    strategy = ThreadRanks(ranks) if ranks > 1 else None
+    one = trainer(plugins=[plugin], strategy=strategy, devices=ranks)
+    getattr(one, command)(EvalNet(), *([batches] * (2 if command == "fit" else 1)))
+    steps = ["training", "validation"] if command == "fit" else [command.replace("ate", "ation")]
+    assert plugin.calls == {f"{step}_step": 6 for step in steps}
 
 
 def test_by_default_model_optimizer_and_loader_are_the_users_own():

@@ -51,6 +51,8 @@ class StepForwarder(nn.Module):
     def __init__(self, module: Module) -> None:
         super().__init__()
         self.module = module
+        #: True if a plugin implements ``wrap_model``; it may return this object, with hooks.
+        self.wrapped = False
         # How many of (batch, batch_idx, dataloader_idx) each method takes, and which have an end.
         has = [name for name in STEPS if callable(getattr(module, name, None))]
         self._arity = {name: _arity(module, name) for name in has}
@@ -59,18 +61,19 @@ class StepForwarder(nn.Module):
     def calls(self, model: nn.Module) -> dict[str, Callable[..., Any]]:
         """Return a function for each step method.
 
-        ``training_step`` is a call of ``model``, this StepForwarder as the strategy wrapped it. If
-        nothing wraps it, and in evaluation, the function is the module's own method, which saves
-        nn.Module's call machinery (1 µs); but not if it takes fewer arguments or has a
+        ``training_step`` is a call of ``model``, this StepForwarder as the strategy wrapped it.
+        Other functions call this StepForwarder, on which a wrapper in place has put its hooks. If
+        no plugin implements ``wrap_model``, they are the module's own methods, which saves
+        nn.Module's call machinery (1 µs); but not if a method takes fewer arguments or has a
         ``*_step_end``.
         """
 
         def direct(method: str) -> Callable[..., Any]:
             full = 2 if method == "training_step" else 3
-            if self._arity[method] >= full and method not in self._ends:
-                own: Callable[..., Any] = getattr(self.module, method)
-                return own
-            return partial(self.forward, method)
+            if self.wrapped or self._arity[method] < full or method in self._ends:
+                return partial(self, method)
+            own: Callable[..., Any] = getattr(self.module, method)
+            return own
 
         calls = {name: direct(name) for name in self._arity}
         if model is not self and "training_step" in calls:

@@ -117,6 +117,8 @@ def _set_up_model(run: Run, start: Start) -> None:
         what = f"{asleep} submodules are in eval mode and stay so in training"
         warnings.warn(f"{what}. Fix if unmeant: model.train() before fit", stacklevel=2)
     run.model = run.hooks.wrap_model(run=run, model=run.unwrapped)
+    wrappers = run.hooks.implementers("wrap_model")
+    run.unwrapped.wrapped = any(not plugin.is_core for plugin in wrappers)
     run.step_functions = run.unwrapped.calls(run.model)
     if run.command == "fit":
         optimizers, run.schedulers = read_optimizers(run.module.configure_optimizers())

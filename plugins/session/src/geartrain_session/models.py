@@ -97,8 +97,10 @@ class SessionModel(nn.Module):
                 f"{type(bare.module).__name__} has no method {name!r}. "
                 "Fix: mark_forward_method(NAME) with the name of an existing method"
             )
-        part: Callable[[Any], Any] = partial(bare.part, name)
-        run.step_functions[name] = part if run.model is bare else self._through(name, part)
+        # A plugin that wraps in place has put hooks on the bare model.
+        wrapped = any(not plugin.is_core for plugin in run.hooks.implementers("wrap_model"))
+        call: Callable[[Any], Any] = partial(bare if wrapped else bare.part, name)
+        run.step_functions[name] = call if run.model is bare else self._through(name, call)
         self._methods[name] = self._caller(name)
 
     def _caller(self, method: str) -> Callable[..., Any]:
@@ -118,7 +120,7 @@ class SessionModel(nn.Module):
 
         return call
 
-    def _through(self, method: str, part: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def _through(self, method: str, bare: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return a function that calls the strategy's wrapper, or without gradients the bare model.
 
         A wrapper's forward may communicate, but ranks may evaluate different numbers of batches.
@@ -127,7 +129,7 @@ class SessionModel(nn.Module):
 
         def call(inputs: Any) -> Any:
             model: Any = run.model
-            return model(method, inputs) if torch.is_grad_enabled() else part(inputs)
+            return model(method, inputs) if torch.is_grad_enabled() else bare(inputs)
 
         return call
 
