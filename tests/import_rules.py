@@ -154,6 +154,11 @@ def wrong_in_plugins():
                     and f"{source}.{name}" != "geartrain.hookspecs"
                 ):
                     yield f"{where}: a plugin imports {source}. Fix: geartrain.plugin_api"
+                elif package != module.partition(".")[0] and any(
+                    part.startswith("_") and not part.endswith("__")
+                    for part in f"{source}.{name}".split(".")
+                ):
+                    yield f"{where}: {source}.{name} is private to {package}"
                 elif (
                     package not in ("geartrain", module.partition(".")[0])
                     and f'"{package.replace("_", "-")}>=' not in declared
