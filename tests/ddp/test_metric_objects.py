@@ -85,6 +85,6 @@ def log_different_objects():
 def test_ranks_that_log_different_objects_are_named(tmp_path):
     first, second = failed(tmp_path, log_different_objects)
     assert (
-        "rank 1 logged other torchmetrics objects than other ranks: 'a'"
+        "ranks 0 and 1 logged different metric objects: 'a' is not the same on both"
         in first.error + second.error
     )

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from regression import Net, one_trainer, samples
+from regression import Curve, Net, one_trainer, samples
 from threads import on_threads
 from torch.utils.data import DataLoader, Subset
 
 import geartrain as gt
+from geartrain.callbacks import ModelCheckpoint
 
 torchmetrics = pytest.importorskip("torchmetrics")
 
@@ -128,6 +129,62 @@ def test_a_rank_may_have_samples_of_one_loader_and_none_of_another():
     ] * 2
 
 
+def test_a_rank_without_the_logs_of_a_step_computes_the_object_too():
+    class Stepwise(Net):
+        def __init__(self):
+            super().__init__()
+            self.rows = torchmetrics.SumMetric()
+
+        def validation_step(self, batch, batch_idx):
+            self.rows(len(batch[0]))
+            self.log("rows", self.rows, on_step=True, on_epoch=True, sync_dist=True)
+
+    trainer, strategy = on_threads()
+    trainer.validate(Stepwise(), DataLoader(samples(1)))
+    assert [run.metrics["rows_epoch"] for run in strategy.runs] == [1.0, 1.0]
+
+
+def test_a_rank_may_compute_an_object_alone_before_the_epoch_ends():
+    class Curious(Net):
+        def __init__(self):
+            super().__init__()
+            self.rows = torchmetrics.SumMetric()
+
+        def validation_step(self, batch, batch_idx):
+            self.rows.update(len(batch[0]))
+            self.log("rows", self.rows)
+            if self.trainer.is_global_zero:
+                self.rows.compute()
+
+    trainer, strategy = on_threads()
+    trainer.validate(Curious(), DataLoader(samples(), batch_size=4))
+    assert [run.metrics["rows"] for run in strategy.runs] == [48.0, 48.0]
+
+
+def test_objects_continue_after_the_last_step_of_an_epoch(tmp_path):
+    class Trains(Net):
+        def __init__(self):
+            super().__init__()
+            self.mean = MeanMetric()
+
+        def training_step(self, batch, batch_idx):
+            self.mean.update(batch[1].mean())
+            self.log("mean", self.mean, on_step=False, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    def fit(**options):
+        lines = Curve("mean")
+        steps = ModelCheckpoint(
+            dirpath=tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=1
+        )
+        trainer, _ = on_threads(max_epochs=3, plugins=[lines, steps])
+        trainer.fit(Trains(), DataLoader(samples(), batch_size=4, shuffle=True), **options)
+        return lines.values
+
+    whole = fit()
+    assert fit(ckpt_path=tmp_path / "step=6.ckpt") == whole
+
+
 def test_ranks_that_log_different_objects_are_named():
     class Differs(Net):
         def __init__(self):
@@ -141,7 +198,7 @@ def test_ranks_that_log_different_objects_are_named():
 
     trainer, _ = on_threads()
     with pytest.raises(
-        gt.TrainingError, match="rank 1 logged other torchmetrics objects than other ranks: 'a'"
+        gt.TrainingError, match="ranks 0 and 1 logged different metric objects: 'a' is not the same"
     ):
         trainer.validate(Differs(), DataLoader(samples(), batch_size=4))
 

@@ -920,23 +920,29 @@ def test_torchmetrics_objects_continue(tmp_path):
         def __init__(self):
             super().__init__()
             self.mean, self.all = torchmetrics.MeanMetric(), torchmetrics.CatMetric()
+            self.group = torchmetrics.MetricCollection(
+                [torchmetrics.MeanSquaredError(), torchmetrics.MeanAbsoluteError()]
+            )
 
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
             self.mean.update(loss.detach())
             self.all.update(loss.detach())
+            self.group(loss.detach(), torch.tensor(0.5))
             self.log("mean", self.mean, on_epoch=True, on_step=False)
+            self.log_dict(self.group, on_epoch=True, on_step=True)
             return loss
 
         def on_train_epoch_end(self):
             self.log("several", float(self.all.compute().sum()))
             self.all.reset()
 
-    whole, lines = train(tmp_path / "whole", module=Measured)
-    for step in (3, 9):
-        rest, more = train(
-            tmp_path / str(step), path=step_file(tmp_path / "whole", step), module=Measured
-        )
+    fit = partial(train, module=Measured, limit_train_batches=6)
+    whole, lines = fit(tmp_path / "whole")
+    for step in (3, 6, 12):  # within an epoch, and after the last steps of two
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="no step of the first epoch trained")
+            rest, more = fit(tmp_path / str(step), path=step_file(tmp_path / "whole", step))
         assert_same_end(rest, whole)
         assert_rest(more, lines)
 

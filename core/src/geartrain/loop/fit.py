@@ -147,12 +147,12 @@ def fit(run: Run) -> None:
         on.on_sanity_check_end()
     on.on_train_start()
     run.validated_at = time.monotonic()
-    first, untrained = run.epoch, _versions(run)
+    first, began, untrained = run.epoch, run.step, _versions(run)
     while run.epoch != options.max_epochs and run.step != options.max_steps:
         if run.logs.stop and _may_stop(run):
             break
         train_epoch(run)
-        if run.epoch == first:
+        if run.epoch == first and run.step > began:  # not resumed at the epoch's end
             _warn_if_untrained(run, untrained)
         run.epoch += 1
     on.on_train_end()
@@ -281,7 +281,7 @@ def _versions(run: Run) -> list[int]:
 def _warn_if_untrained(run: Run, versions: list[int]) -> None:
     """Warn if the first epoch changed no parameter and left no gradient to change one with."""
     stepped = parameters_of(run.optimizers)
-    if run.mode != "automatic" or not run.batch_idx or not stepped or run.world.rank != 0:
+    if run.mode != "automatic" or not stepped or run.world.rank != 0:
         return
     if versions != _versions(run) or any(p.grad is not None for p in stepped):
         return

@@ -69,10 +69,11 @@ class OneRank:
     def reduce(
         self, run: Run, metrics: Mapping[str, LocalMetric]
     ) -> tuple[dict[str, float], dict[str, MetricOptions], bool]:
-        """Reduce metrics that were logged with ``sync_dist``.
+        """Reduce metrics that were logged with ``sync_dist``, and agree on objects' names.
 
         Returns:
-            Each metric's value; each metric's options, which a rank without samples does not know;
+            Each number's value; each metric's options, which a rank without samples does not know;
             and True if any rank wants to stop.
         """
-        return {name: metric.value(name) for name, metric in metrics.items()}, {}, run.should_stop
+        numbers = {name: one for name, one in metrics.items() if one.spec.path is None}
+        return {name: one.value(name) for name, one in numbers.items()}, {}, run.should_stop

@@ -22,6 +22,9 @@ class MetricOptions:
     reduce_fx: str
     sync_dist: bool
     rank_zero_only: bool
+    #: The module's path of another library's object that has the value; "" if it is no submodule.
+    #: ``None`` if numbers were logged, and in a call's options.
+    path: str | None = None
 
 
 @dataclass(slots=True)

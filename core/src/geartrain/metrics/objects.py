@@ -40,16 +40,11 @@ class MetricLibrary(Protocol):
             TrainingError: it cannot be logged, or not with these options.
         """
 
-    def end_epoch(
-        self, run: Run, logged: Mapping[str, tuple[Any, bool]]
-    ) -> tuple[dict[str, float], list[Any]]:
-        """Compute the objects that were logged, over all ranks. Every rank calls this.
+    def compute(self, run: Run, name: str, thing: Any) -> float:
+        """Return an object's value over all ranks, which call this together.
 
-        Args:
-            logged: by name, each object and whether its value at the end of the epoch is wanted.
-
-        Returns:
-            The values, and the objects to reset, also those that only other ranks logged.
+        Raises:
+            TrainingError: the value is not one number.
         """
 
     def states(self, module: nn.Module) -> dict[str, Any]:
@@ -63,13 +58,21 @@ class MetricLibrary(Protocol):
 
 
 def libraries() -> dict[str, MetricLibrary]:
-    """Return the imported libraries that an installed distribution knows, by name."""
+    """Return the imported libraries that an installed distribution knows, by name.
+
+    Ranks may import different ones: no collective may depend on this.
+    """
     return {name: _load(name) for name in _declared() if name in sys.modules}
 
 
 def library_of(thing: Any) -> MetricLibrary | None:
     """Return the library whose object this is."""
     return next((library for library in libraries().values() if library.owns(thing)), None)
+
+
+def path_of(module: nn.Module, thing: Any) -> str:
+    """Return an object's path in a module; "" if it is no submodule."""
+    return next((path for path, part in module.named_modules() if part is thing), "")
 
 
 def refuse_unknown(name: str, value: nn.Module) -> None:

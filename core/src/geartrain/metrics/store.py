@@ -10,7 +10,7 @@ import operator
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from numbers import Number
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from geartrain.data.loaders import BatchSizer
 from geartrain.errors import TrainingError, printable
 from geartrain.metrics import reductions
 from geartrain.metrics.local import LocalMetric, MetricOptions
-from geartrain.metrics.objects import libraries, library_of, refuse_unknown
+from geartrain.metrics.objects import library_of, path_of, refuse_unknown
 
 if TYPE_CHECKING:
     from geartrain.loop.run import Run
@@ -75,6 +75,8 @@ class _Metric:
 
     def forget(self) -> None:
         """Begin the next epoch."""
+        if self.source is not None:
+            self.source.reset()
         self.total, self.weight, self.values, self.source = 0.0, 0, [], None
 
 
@@ -262,11 +264,9 @@ class MetricStore:
         Returns:
             The values by their reported names.
         """
-        values, objects = self._epoch_values()
+        values = self._epoch_values()
         self._warn_of_one_rank()
         reported = self._report(values, "_epoch")
-        for metric in objects:
-            metric.reset()
         for metric in self._metrics.values():
             metric.forget()
         self.open = False
@@ -274,34 +274,35 @@ class MetricStore:
 
     def refresh_epoch(self) -> None:
         """Update ``run.metrics`` with the metrics logged ``on_epoch``, for hooks that read them."""
-        for name, value in self._epoch_values()[0].items():
+        for name, value in self._epoch_values().items():
             metric = self._metrics.get(name)
             spec = None if metric is None else metric.spec
             self._put(name, spec, "_epoch", value, self._run.step)
 
-    def _epoch_values(self) -> tuple[dict[str, float], list[Any]]:
-        """Reduce the metrics logged ``on_epoch``; return values by name, and objects to reset."""
+    def _epoch_values(self) -> dict[str, float]:
+        """Return the values of the metrics logged ``on_epoch``, reduced, by name.
+
+        Ranks agree on the logged objects too, and then compute them in one order. A rank that did
+        not log an object gets it here, to take part and to reset it.
+        """
         self.flush()
         shares: dict[str, LocalMetric] = {}
-        kept: dict[str, tuple[Any, bool]] = {}
         for name, m in self._metrics.items():
             # The user's function of a metric from a checkpoint is not known until the next log.
-            if (
+            if m.source is not None or (
                 m.spec.on_epoch
                 and m.weight
                 and (m.function or m.spec.reduce_fx in reductions.NAMED)
             ):
-                shares[name] = LocalMetric(m.spec, m.total, m.weight, m.function, m.values)
-            if m.source is not None:
-                kept[name] = m.source, m.spec.on_epoch
-        values, objects = self._reduce(shares), list[Any]()
-        for library in libraries().values():
-            owned = {name: one for name, one in kept.items() if library.owns(one[0])}
-            computed, theirs = library.end_epoch(self._run, owned)
-            values, objects = values | computed, objects + theirs
-        for metric in self._metrics.values():
-            metric.step = self._run.step  # of the whole epoch
-        return values, objects
+                spec = self._spec_with_path(m)
+                shares[name] = LocalMetric(spec, m.total, m.weight, m.function, m.values)
+        values = self._reduce(shares)
+        for name, m in sorted(self._metrics.items()):
+            library = None if m.source is None else library_of(m.source)
+            if library is not None and m.spec.on_epoch:
+                values[name] = library.compute(self._run, name, m.source)
+            m.step = self._run.step  # of the whole epoch
+        return values
 
     def _warn_of_one_rank(self) -> None:
         """Warn that an evaluation's metrics cover only a part of the data."""
@@ -320,16 +321,18 @@ class MetricStore:
         """Return each metric's value, over all ranks with ``sync_dist``; agree whether to stop."""
         values, specs, self.stop = self._values(shares)
         for name, spec in specs.items():
-            self._metrics.setdefault(name, _Metric(name, spec, step=self._run.step))
+            self._adopt(name, spec)
         return values
 
     def _values(
         self, shares: Mapping[str, LocalMetric]
     ) -> tuple[dict[str, float], dict[str, MetricOptions], bool]:
         """Return values, the options of those with ``sync_dist``, and True if a rank must stop."""
-        mine = {name: share for name, share in shares.items() if share.spec.sync_dist}
+        numbers = {name: share for name, share in shares.items() if share.spec.path is None}
+        alone = {name for name, share in numbers.items() if not share.spec.sync_dist}
+        mine = {name: share for name, share in shares.items() if name not in alone}
         synced, specs, stop = self._run.ranks.reduce(self._run, mine)
-        values = {n: synced[n] if n in mine else share.value(n) for n, share in shares.items()}
+        values = {n: s.value(n) if n in alone else synced[n] for n, s in numbers.items()}
         return values | synced, specs, stop
 
     def _report(self, values: Mapping[str, float], suffix: str) -> dict[str, float]:
@@ -416,6 +419,18 @@ class MetricStore:
         self.when[name] = self.when[key] = (run.epoch, step)
         return key
 
+    def _spec_with_path(self, metric: _Metric) -> MetricOptions:
+        path = None if metric.source is None else path_of(self._run.module, metric.source)
+        return replace(metric.spec, path=path)
+
+    def _adopt(self, name: str, spec: MetricOptions) -> _Metric:
+        """Keep a metric that another rank or a checkpoint has, with its object."""
+        run, plain = self._run, replace(spec, path=None)
+        metric = self._metrics.setdefault(name, _Metric(name, plain, step=run.step))
+        if metric.source is None and spec.path:
+            metric.source = run.module.get_submodule(spec.path)
+        return metric
+
     # --- scopes -----------------------------------------------------------------------------------
 
     @contextmanager
@@ -439,13 +454,16 @@ class MetricStore:
         """Return the reported values and, within an epoch, the values logged so far.
 
         All are plain values, so the CPU waits for the GPU here. Objects of other libraries have
-        their own state.
+        their own state; only their paths in the module are here.
         """
         metrics = self._around[0] if self._around else self._metrics
         if within_epoch:
             self._drain(metrics)
         epoch = {
-            m.name: [list(astuple(m.spec)), list(m.last), m.total, m.weight, list(m.values)]
+            m.name: [
+                list(astuple(self._spec_with_path(m))),
+                *(list(m.last), m.total, m.weight, list(m.values)),
+            ]
             for m in metrics.values()
         }
         return {
@@ -469,8 +487,8 @@ class MetricStore:
             return
         self._metrics = {}
         for name, (spec, last, total, weight, values) in state["epoch"].items():
-            self._metrics[name] = metric = _Metric(name, MetricOptions(*spec), unread=True)
-            metric.last, metric.values = (last[0], last[1]), list(values)
+            metric = self._adopt(name, MetricOptions(*spec))
+            metric.last, metric.values, metric.unread = (last[0], last[1]), list(values), True
             metric.total, metric.weight = total, weight
 
 

@@ -1,4 +1,4 @@
-"""Reduce metrics with ``sync_dist`` over all ranks.
+"""Reduce metrics with ``sync_dist`` over all ranks, and agree on the logged objects.
 
 Ranks exchange a header of fixed size (a digest of the metrics, their number, and if this rank wants
 to stop), and then one vector.
@@ -25,7 +25,7 @@ def sync(
         shares: this rank's metrics, by name.
 
     Returns:
-        Each metric's value; each metric's options, which a rank without samples learns here; and
+        Each number's value; each metric's options, which a rank without samples learns here; and
         true if any rank wants to stop.
 
     Raises:
@@ -39,11 +39,12 @@ def sync(
     stop = bool(header[:, 2].any())
     if bool((header[:, :2] != header[0, :2]).any()):
         keys = _agree(run, keys)
-    if not keys:
+    numbers = {name: spec for name, spec in keys.items() if spec.path is None}
+    if not numbers:
         return {}, keys, stop
     vector = [
         number
-        for name in keys
+        for name in numbers
         for number in ((shares[name].total, shares[name].weight) if name in shares else (0.0, 0))
     ]
     table = run.hooks.log_sync(run=run, values=torch.tensor(vector, dtype=torch.float64)).tolist()
@@ -51,9 +52,9 @@ def sync(
         name: reductions.value(
             spec.reduce_fx, [row[2 * i] for row in table], [row[2 * i + 1] for row in table]
         )
-        for i, (name, spec) in enumerate(keys.items())
+        for i, (name, spec) in enumerate(numbers.items())
     }
-    own = [name for name, spec in keys.items() if spec.reduce_fx not in reductions.NAMED]
+    own = [name for name, spec in numbers.items() if spec.reduce_fx not in reductions.NAMED]
     return (values | _apply_functions(run, own, shares) if own else values), keys, stop
 
 
@@ -89,6 +90,9 @@ def _agree(run: Run, keys: dict[str, MetricOptions]) -> dict[str, MetricOptions]
     A rank without metrics takes those of other ranks. A rank without a batch of a loader takes the
     metrics that it lacks; it may have metrics of ``on_validation_epoch_end`` and of other loaders.
     Any other difference is an error.
+
+    Raises:
+        TrainingError: ranks have different metrics, or a rank cannot find an object.
     """
     pairs = [
         run.hooks.broadcast(run=run, obj=(keys, is_idle(run)), src=rank)
@@ -100,10 +104,19 @@ def _agree(run: Run, keys: dict[str, MetricOptions]) -> dict[str, MetricOptions]
         mine, others = {*theirs.items()}, {*by_rank[first].items()}
         odd = sorted(mine - others if idle[rank] or not theirs else mine ^ others, key=str)
         if odd:
+            name, spec = odd[0]
+            kind, otherwise = "metrics with sync_dist", ", or leave out sync_dist"
+            if spec.path is not None:
+                kind, otherwise = "metric objects", ""
             raise TrainingError(
-                f"ranks {first} and {rank} logged different metrics with sync_dist: "
-                f"{odd[0][0]!r} is not the same on both. "
-                "Fix: log the same names on every rank, or leave out sync_dist"
+                f"ranks {first} and {rank} logged different {kind}: "
+                f"{name!r} is not the same on both. "
+                f"Fix: log the same names on every rank{otherwise}"
+            )
+        if lost := [name for name, spec in others - mine if spec.path == ""]:
+            raise TrainingError(
+                f"self.log({min(lost)!r}): a rank without samples cannot find the metric. "
+                "Fix: use an attribute of the module"
             )
     return dict(by_rank[first])
 

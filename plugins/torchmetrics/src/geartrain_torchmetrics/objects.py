@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -87,26 +86,41 @@ def newest(name: str, thing: Any, options: MetricOptions) -> torch.Tensor | None
     return value
 
 
-def end_epoch(
-    run: Run, logged: Mapping[str, tuple[Any, bool]]
-) -> tuple[dict[str, float], list[Any]]:
-    """Compute the objects that were logged, over all ranks.
+def compute(run: Run, name: str, metric: Any) -> float:
+    """Return a metric's value over all ranks.
 
-    Args:
-        logged: name -> the object, and True if its value at the end of the epoch is reported.
+    It is synced by the strategy's ``all_gather``, because torchmetrics' own sync supports only
+    torch.distributed.
 
-    Returns:
-        The values, and the objects, including those that only other ranks logged.
+    Raises:
+        TrainingError: the value is not one number.
     """
-    objects = dict(logged)
     if run.world.size > 1:
-        objects |= _adopted(run, objects)
-    values = {
-        name: compute(run, name, metric)
-        for name, (metric, on_epoch) in sorted(objects.items())
-        if on_epoch
-    }
-    return values, [metric for metric, _ in objects.values()]
+        # compute() returns a kept value without a sync. Ranks may not all have called it before.
+        kept = torch.tensor([metric._computed is not None], dtype=torch.float64)
+        if not run.hooks.log_sync(run=run, values=kept).all():
+            metric._computed = None
+    before = metric.dist_sync_fn, metric.distributed_available_fn
+    if metric.dist_sync_fn is None:
+        metric.dist_sync_fn = partial(_gather, run)
+        metric.distributed_available_fn = lambda: run.world.size > 1
+    try:
+        value = metric.compute()
+    finally:
+        metric.dist_sync_fn, metric.distributed_available_fn = before
+    if not isinstance(value, torch.Tensor | int | float) or (
+        isinstance(value, torch.Tensor) and value.numel() != 1
+    ):
+        what = (
+            f"has the shape {list(value.shape)}"
+            if isinstance(value, torch.Tensor)
+            else f"is {type(value).__name__}"
+        )
+        raise TrainingError(
+            f"self.log({name!r}): the metric's value {what}, not one number. "
+            "Fix: log the parts of its compute()"
+        )
+    return float(value)
 
 
 def states(module: nn.Module) -> dict[str, Any]:
@@ -151,92 +165,6 @@ def temporary_copies(module: nn.Module) -> Iterator[None]:
     finally:
         for path, metric in before:
             replace_metric(module, path, metric)
-
-
-# --- across ranks ---------------------------------------------------------------------------------
-
-
-def _adopted(run: Run, logged: Mapping[str, tuple[Any, bool]]) -> dict[str, tuple[Any, bool]]:
-    """Return metrics that only other ranks logged; this rank must sync them too.
-
-    A rank without a batch of some loader does not log its metrics.
-
-    Raises:
-        TrainingError: ranks with batches logged different metrics.
-    """
-    mine = {
-        name: (_path(run.module, metric), on_epoch)
-        for name, (metric, on_epoch) in sorted(logged.items())
-    }
-    digest = zlib.crc32(repr(mine).encode())
-    header = run.hooks.log_sync(
-        run=run, values=torch.tensor([digest, len(mine)], dtype=torch.float64)
-    )
-    if not bool((header != header[0]).any()):
-        return {}
-    # True without a batch of some loader.
-    idle = run.stage != "train" and 0 in run.current_stage.batches
-    answers = [
-        run.hooks.broadcast(run=run, obj=(mine, idle), src=rank) for rank in range(run.world.size)
-    ]
-    # The metrics of the first rank that has batches of every loader.
-    first, _ = min((one for one in answers if one[0]), key=lambda one: one[1])
-    for rank, (theirs, idle) in enumerate(answers):
-        compared = theirs if idle or not theirs else {**first, **theirs}
-        odd = sorted(name for name in compared if first.get(name) != theirs.get(name))
-        if odd:
-            raise TrainingError(
-                f"rank {rank} logged other torchmetrics objects than other ranks: {odd[0]!r}. "
-                "Fix: use the same on all"
-            )
-    for name, (path, _) in first.items():
-        if path is None:
-            raise TrainingError(
-                f"self.log({name!r}): a rank without samples cannot find the metric. "
-                "Fix: use an attribute of the module"
-            )
-    return {
-        name: (run.module.get_submodule(path), on_epoch)
-        for name, (path, on_epoch) in first.items()
-        if name not in logged
-    }
-
-
-def _path(module: nn.Module, metric: Any) -> str | None:
-    """Return a metric's path in a module; ``None`` if it is not a submodule."""
-    return next((path for path, part in module.named_modules() if part is metric), None)
-
-
-def compute(run: Run, name: str, metric: Any) -> float:
-    """Return a metric's value over all ranks.
-
-    It is synced by the strategy's ``all_gather``, because torchmetrics' own sync supports only
-    torch.distributed.
-
-    Raises:
-        TrainingError: the value is not one number.
-    """
-    before = metric.dist_sync_fn, metric.distributed_available_fn
-    if metric.dist_sync_fn is None:
-        metric.dist_sync_fn = partial(_gather, run)
-        metric.distributed_available_fn = lambda: run.world.size > 1
-    try:
-        value = metric.compute()
-    finally:
-        metric.dist_sync_fn, metric.distributed_available_fn = before
-    if not isinstance(value, torch.Tensor | int | float) or (
-        isinstance(value, torch.Tensor) and value.numel() != 1
-    ):
-        what = (
-            f"has the shape {list(value.shape)}"
-            if isinstance(value, torch.Tensor)
-            else f"is {type(value).__name__}"
-        )
-        raise TrainingError(
-            f"self.log({name!r}): the metric's value {what}, not one number. "
-            "Fix: log the parts of its compute()"
-        )
-    return float(value)
 
 
 def _gather(run: Run, tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
