@@ -1,5 +1,6 @@
 """Validation, test and prediction: their times, their batches and their results."""
 
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -267,6 +268,59 @@ def test_sanity_check_leaves_no_metrics_and_trains_the_same():
     assert peek.seen == ({}, {}, {}, "train")
     assert {step for step, _ in lines.lines} == {6}  # only the real validation was logged
     assert_equal(net, expected)
+
+
+class Dropping(EvalNet):
+    """Has dropout in training, and draws random numbers in the sanity check."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers.insert(1, nn.Dropout(0.5))
+
+    def validation_step(self, batch, batch_idx):
+        torch.rand(2)
+        random.random()
+
+    def on_sanity_check_start(self):
+        torch.rand(3)
+
+
+def shares_a_generator():
+    generator = torch.Generator().manual_seed(3)
+    return [loader(shuffle=True, generator=generator) for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    "loaders",
+    [
+        lambda: [loader(shuffle=True), loader(shuffle=True)],
+        lambda: [loader(shuffle=True), loader(num_workers=1, persistent_workers=True)],
+        lambda: [loader(shuffle=True), {"a": loader(), "b": loader(shuffle=True)}],
+        shares_a_generator,
+    ],
+    ids=["shuffled", "persistent workers", "combined", "one generator"],
+)
+def test_sanity_check_uses_up_no_random_numbers(loaders):
+    found = []
+    for steps in (0, 2):
+        torch.manual_seed(0)
+        net = Dropping()
+        fit(net, *loaders(), seed=1, num_sanity_val_steps=steps, max_epochs=2)
+        found.append(
+            {**weights(net), "next": torch.rand(3), "python": torch.tensor(random.random())}
+        )
+    assert_equal(*found)
+
+
+def test_sanity_check_uses_up_no_random_numbers_of_any_rank():
+    found = []
+    for steps in (0, 2):
+        torch.manual_seed(0)
+        one, strategy = on_threads(seed=1, num_sanity_val_steps=steps)
+        one.fit(Dropping(), loader(shuffle=True), loader(shuffle=True))
+        assert_equal(*(weights(run.module) for run in strategy.runs))
+        found.append(weights(one.run.module))
+    assert_equal(*found)
 
 
 # --- several loaders ------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from geartrain.checkpoint.training_state import random_now, set_random
 from geartrain.data.loaders import close_batches
 from geartrain.data.sharding import set_epoch
 from geartrain.errors import TrainingError, UsageError
@@ -23,7 +24,7 @@ from geartrain.loop.optimizers import (
     step_schedules,
     zero_grad,
 )
-from geartrain.loop.stages import begin_epoch
+from geartrain.loop.stages import begin_epoch, end_all_workers
 
 if TYPE_CHECKING:
     from geartrain.loop.run import Run
@@ -142,9 +143,12 @@ def fit(run: Run) -> None:
     on, options = run.module_hooks, run.plan.options
     on.on_fit_start()
     if run.resumed is None and run.stages["validate"].loaders and options.num_sanity_val_steps:
+        before = random_now(run)
         on.on_sanity_check_start()
         evaluate(run, "sanity_check")
         on.on_sanity_check_end()
+        end_all_workers(run)  # those that persist would keep the seed that they drew
+        set_random(run, before)
     on.on_train_start()
     run.validated_at = time.monotonic()
     first, began, untrained = run.epoch, run.step, _versions(run)
