@@ -20,13 +20,14 @@ STARTED = 60
 #: Most seconds from a fault to the end of all processes.
 PROMPT = 30
 
+#: Ones has the metaclass of abc, a frozen module: a rank must not get a copy of it.
 NET = """
-import os, threading
+import collections.abc, os, threading
 from pathlib import Path
 import torch
 import geartrain as gt
 
-class Ones(torch.utils.data.Dataset):
+class Ones(torch.utils.data.Dataset, collections.abc.Sized):
     def __len__(self):
         return 16
 

@@ -89,6 +89,10 @@ def _tensor(
     )
 
 
+#: The folder of the standard library.
+_STDLIB = os.path.join(os.path.dirname(os.__file__), "")
+
+
 @cache
 def _by_value_if_needed(name: str) -> None:
     """Make cloudpickle send a module by value if a plain import would not find it.
@@ -99,6 +103,8 @@ def _by_value_if_needed(name: str) -> None:
     origin = getattr(module, "__file__", None)
     if module is None or origin is None or name == "__main__":
         return  # built in, created in memory, or already by value
+    if name.partition(".")[0] in sys.stdlib_module_names and origin.startswith(_STDLIB):
+        return  # abc is frozen, so its spec has no file; collections.abc may be an alias
     found: ModuleSpec | None = None
     path: Any = None
     for end in (i for i, letter in enumerate(f"{name}.") if letter == "."):
