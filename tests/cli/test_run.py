@@ -166,7 +166,11 @@ def test_resume_continues_with_the_folder(command, fit, weights, folder):
         folder / "whole" / "metrics.jsonl"
     ).read_text()
     assert (folder / "out" / "metrics.jsonl").read_text().startswith(first)
-    done = command("fit net.py --seed 1 --max-epochs 2 --output out --resume auto")
+    with pytest.warns(UserWarning, match="there is nothing left to do: .* Nothing is trained"):
+        done = command("fit net.py --seed 1 --max-epochs 2 --output out --resume auto")
+    assert done.code == 0
+    assert same(weights("out"), weights("whole"))
+    done = command("fit net.py --seed 1 --max-epochs 2 --output out --resume")
     assert done.code == 2
     assert "there is nothing left to do" in done.err
 

@@ -8,7 +8,7 @@ from geartrain.callbacks import EarlyStopping
 from .models import Net, loader, trainer
 
 
-@pytest.mark.timeout(300)  # three runs of two processes each
+@pytest.mark.timeout(300)  # four runs of two processes each
 def test_a_resumed_run_equals_one_without_a_stop(tmp_path):
     def train(name, epochs, path=None):
         patient = EarlyStopping("val_loss", patience=50)
@@ -32,3 +32,7 @@ def test_a_resumed_run_equals_one_without_a_stop(tmp_path):
     assert (rest.global_step, rest.current_epoch) == (whole.global_step, whole.current_epoch)
     assert rest.callback_metrics == whole.callback_metrics
     assert patience.state_dict() == patient.state_dict()
+
+    done, same, _ = train("first", 2, "auto")  # trains nothing, and brings back the end
+    assert all(torch.equal(value, same.state_dict()[n]) for n, value in again.state_dict().items())
+    assert (done.global_step, done.callback_metrics) == (rest.global_step, rest.callback_metrics)

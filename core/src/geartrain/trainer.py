@@ -190,7 +190,8 @@ class Trainer(TrainerProperties):
             datamodule: the source of loaders that are not given.
             ckpt_path: resume from this checkpoint as if ``fit`` had not stopped: a file, ``"best"``
                 or ``"last"`` as for :meth:`validate`, or ``"auto"``: the last one if it exists,
-                otherwise from scratch. Epochs and steps count from the start.
+                otherwise from scratch; if that ``fit`` is done, nothing is trained. Epochs and
+                steps count from the start.
             checkpoint: weights to start from: a file, ``"best"`` or ``"last"``; optimizers and
                 counters start from scratch.
             loss: of a plain ``nn.Module``: ``loss(output, target)``; ``None`` if its output has the
@@ -394,7 +395,8 @@ class Trainer(TrainerProperties):
         source.check("train" if command == "fit" else command, model)
         if command == "fit" and self.plan.options.reload_dataloaders_every_n_epochs:
             source.check_reload()
-        start = Start(find_checkpoint_file(checkpoint, self.hooks, self.output, resumes), resumes)
+        file = find_checkpoint_file(checkpoint, self.hooks, self.output, resumes)
+        start = Start(file, resumes, may_be_done=checkpoint == "auto")
         self.datamodule = datamodule
         if datamodule is not None:
             datamodule.trainer = self

@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import random
+import re
 import shutil
 import warnings
 from contextlib import nullcontext
@@ -29,7 +30,15 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import geartrain as gt
 from geartrain import TrainingError, UsageError, hookimpl
-from geartrain.callbacks import EMA, Callback, EarlyStopping, ModelCheckpoint, model_checkpoint
+from geartrain.callbacks import (
+    EMA,
+    Callback,
+    EarlyStopping,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    Timer,
+    model_checkpoint,
+)
 from geartrain.checkpoint import files as checkpoint_file
 from geartrain.checkpoint.checkpoints import checkpoint_state
 
@@ -710,6 +719,56 @@ def test_a_file_that_is_no_checkpoint(tmp_path, saved, kind):
 )
 def test_nothing_left_to_do(tmp_path, saved, options, words):
     refused(tmp_path, saved / "run" / "last.ckpt", words, UsageError, **options)
+
+
+ENDINGS = {
+    "epochs": (list, {}),
+    "steps": (list, {"epochs": -1, "max_steps": 9}),
+    "stopping": (lambda: [EarlyStopping("val_loss", mode="max", patience=1)], {"epochs": 9}),
+    "time": (lambda: [Timer(1e-9, interval="epoch")], {"epochs": 9}),
+    "average": (lambda: [StochasticWeightAveraging(0.05, 2)], {}),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_auto_trains_nothing_after_the_end(tmp_path, ending):
+    plugins, options = ENDINGS[ending]
+    whole, _ = train(tmp_path, plugins=plugins(), **options)
+    state, saved = torch.get_rng_state(), (tmp_path / "run" / "last.ckpt").read_bytes()
+    for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+        seed(99)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        same, lines = train(tmp_path, path="auto", plugins=plugins(), **options)
+    said = "there is nothing left to do: .*last.ckpt has . (epochs|steps) done, and max_"
+    warned = [one for one in caught if re.match(said, str(one.message))]
+    assert len(warned) == (ending not in ("stopping", "time"))
+    assert lines == []
+    assert_equal(same.run.module, whole.run.module)
+    assert same.callback_metrics == whole.callback_metrics
+    assert (same.global_step, same.current_epoch) == (whole.global_step, whole.current_epoch)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (tmp_path / "run" / "last.ckpt").read_bytes() == saved
+    same.validate(same.run.module, DataLoader(samples(9), batch_size=4))
+
+
+def test_early_stopping_with_more_patience_continues_after_its_end(tmp_path):
+    for patience, epochs in ((1, 2), (3, 4)):
+        stopping = EarlyStopping("val_loss", mode="max", patience=patience)
+        one, _ = train(tmp_path, path="auto", epochs=9, plugins=[stopping])
+        assert one.current_epoch == epochs
+
+
+@pytest.mark.parametrize("ending", ["steps", "stopping"])
+def test_a_checkpoint_before_the_end_of_the_last_epoch(tmp_path, ending):
+    """Training is over there: only the rest of that epoch is left, as its validation."""
+    plugins, options = ENDINGS[ending]
+    options = {**options, "val_check_interval": 3} if ending == "stopping" else options
+    whole, lines = train(tmp_path / "whole", plugins=plugins(), **options)
+    path = step_file(tmp_path / "whole", whole.global_step // 3 * 3)
+    rest, more = train(tmp_path / "rest", path=path, plugins=plugins(), **options)
+    assert_same_end(rest, whole)
+    assert_rest(more, lines)
 
 
 def test_an_epoch_that_is_now_shorter(tmp_path, saved):

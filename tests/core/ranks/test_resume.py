@@ -179,6 +179,14 @@ def test_each_rank_has_its_own_state(whole):
     assert "model_checkpoint" not in state["ranks"][1]["parts"]
 
 
+def test_auto_trains_nothing_after_the_end(tmp_path):
+    expected = go(tmp_path, 1)
+    for a, b in zip(expected, go(tmp_path, 1, "auto"), strict=True):
+        assert equal(a.weights, b.weights)
+        assert (a.metrics, a.counters[:2], a.seen) == (b.metrics, b.counters[:2], b.seen)
+        assert torch.equal(a.random, b.random)
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_every_rank_refuses_the_same_checkpoints(whole, first, tmp_path):
     told = {}

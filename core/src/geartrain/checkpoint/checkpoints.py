@@ -100,6 +100,8 @@ class Start:
     path: Path | None = None
     #: True if ``fit`` resumes with everything in it, False if it reads only the weights.
     resumes: bool = False
+    #: True if the checkpoint may be that of a finished ``fit``. Then nothing is trained.
+    may_be_done: bool = False
 
 
 def load(run: Run, start: Start) -> None:
@@ -109,11 +111,11 @@ def load(run: Run, start: Start) -> None:
 
     Raises:
         TrainingError: it is damaged, is no checkpoint, or does not fit.
-        UsageError: the run resumes, and there is nothing left to do.
+        UsageError: the run resumes a finished one, which ``start`` does not allow.
     """
     state: Any = run.memory_checkpoint
     if state is not None:
-        start = Start(Path("the last commit"), resumes=True)
+        start = Start(Path("the last commit"), resumes=True, may_be_done=True)
     path = start.path
     if path is None:
         return
@@ -122,7 +124,7 @@ def load(run: Run, start: Start) -> None:
     if not isinstance(state, dict) or "model" not in state:
         raise TrainingError(f"{path} is not a checkpoint of geartrain: it has no 'model'.")
     if start.resumes:
-        refuse(run, state, path)
+        refuse(run, state, path, start.may_be_done)
     weights, trained = state["model"], state.get("trained")
     if start.resumes and isinstance(trained, dict) and trained.keys() == weights.keys():
         weights = trained  # the others are an average: geartrain-callbacks' ema

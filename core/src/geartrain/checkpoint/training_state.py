@@ -213,7 +213,7 @@ def restore_random_state(run: Run) -> None:
     run.epoch_start = random_now(run)
 
 
-def refuse(run: Run, state: dict[str, Any], path: Path) -> None:
+def refuse(run: Run, state: dict[str, Any], path: Path, may_be_done: bool) -> None:
     """Refuse a checkpoint from which this ``fit`` cannot resume, on every rank, before loading it.
 
     Raises:
@@ -238,12 +238,13 @@ def refuse(run: Run, state: dict[str, Any], path: Path) -> None:
         ("max_steps", fit["step"], options.max_steps),
         ("max_epochs", fit["epoch"], options.max_epochs),
     ):
-        if end != -1 and done >= end:
-            unit = name.removeprefix("max_")
-            raise UsageError(
-                f"there is nothing left to do: {path} has {done} {unit} done, and {name}={end}. "
-                f"Fix: use a larger {name}"
-            )
+        if end == -1 or done < end or (done == end and fit["batch_idx"]):  # the epoch's end is left
+            continue
+        what = f"there is nothing left to do: {path} has {done} {name.removeprefix('max_')} done"
+        if done > end or not may_be_done:
+            raise UsageError(f"{what}, and {name}={end}. Fix: use a larger {name}")
+        if run.world.rank == 0:
+            warnings.warn(f"{what}, and {name}={end}. Nothing is trained", stacklevel=2)
     total, same_size = run.stages["train"].batches[0], len(fit["ranks"]) == run.world.size
     again = options.reload_dataloaders_every_n_epochs  # the loaders may be those of another epoch
     if same_size and not again and total is not None and fit["batch_idx"] > total:

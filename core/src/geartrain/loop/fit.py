@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from geartrain.checkpoint.training_state import random_now, set_random
+from geartrain.checkpoint.training_state import random_now, restore_random_state, set_random
 from geartrain.data.loaders import close_batches
 from geartrain.data.sharding import set_epoch
 from geartrain.errors import TrainingError, UsageError
@@ -149,18 +149,29 @@ def fit(run: Run) -> None:
         on.on_sanity_check_end()
         end_all_workers(run)  # those that persist would keep the seed that they drew
         set_random(run, before)
-    on.on_train_start()
-    run.validated_at = time.monotonic()
-    first, began, untrained = run.epoch, run.step, _versions(run)
-    while run.epoch != options.max_epochs and run.step != options.max_steps:
-        if run.logs.stop and _may_stop(run):
-            break
-        train_epoch(run)
-        if run.epoch == first and run.step > began:  # not resumed at the epoch's end
-            _warn_if_untrained(run, untrained)
-        run.epoch += 1
-    on.on_train_end()
+    if run.resumed is not None and _is_done(run):  # nothing is trained; the state is of the end
+        set_epoch(run.stages["train"].loaders[0], run.epoch - 1)
+        restore_random_state(run)
+    else:
+        on.on_train_start()
+        run.validated_at = time.monotonic()
+        first, began, untrained = run.epoch, run.step, _versions(run)
+        while not _is_done(run):
+            train_epoch(run)
+            if run.epoch == first and run.step > began:  # not resumed at the epoch's end
+                _warn_if_untrained(run, untrained)
+            run.epoch += 1
+        on.on_train_end()
     on.on_fit_end()
+
+
+def _is_done(run: Run) -> bool:
+    """True if no epoch is left to begin or, after a resume within one, to end."""
+    options = run.plan.options
+    if run.resumed is not None and run.resumed.batch_idx:
+        return False
+    at_end = run.epoch == options.max_epochs or run.step == options.max_steps
+    return at_end or (run.logs.stop and _may_stop(run))
 
 
 def train_epoch(run: Run) -> None:

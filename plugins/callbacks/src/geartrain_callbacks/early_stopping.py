@@ -16,7 +16,8 @@ class EarlyStopping:
 
     All ranks use rank 0's value, so they stop together even if the metric is logged without
     ``sync_dist``. Training ends at once. Each value counts once: an epoch that does not log the
-    metric is not a check. A second ``fit`` with the same object continues to count.
+    metric is not a check. A second ``fit`` with the same object continues to count. A ``fit`` that
+    resumes where training ended ends again, unless other arguments let it continue.
 
     Args:
         monitor: the metric's name.
@@ -72,6 +73,7 @@ class EarlyStopping:
         self.best_score = math.inf if mode == "min" else -math.inf
         #: The epoch and step of the value checked last: each value counts once.
         self._checked: tuple[int, int] | None = None
+        self._value: float | None = None
         #: Checks since the best value.
         self.wait_count = 0
         #: The epoch (from 0) in which it ended training; 0 also if it did not.
@@ -87,6 +89,8 @@ class EarlyStopping:
             self._at_epoch_end = looks_after_epochs(
                 run, self._check_on_train_epoch_end, "early_stopping", "check_on_train_epoch_end"
             )
+            if run.resumed is not None and self._value is not None:
+                self._stop(run, self._beyond_limits(self._value) or self._out_of_patience())
 
     @hookimpl
     def on_validation_end(self, run: Run) -> None:
@@ -105,6 +109,7 @@ class EarlyStopping:
             "best_score": self.best_score,
             "patience": self.patience,
             "checked": self._checked,
+            "value": self._value,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -112,6 +117,7 @@ class EarlyStopping:
         self.wait_count, self.stopped_epoch = state["wait_count"], state["stopped_epoch"]
         self.best_score = state["best_score"]
         self._checked = None if state.get("checked") is None else tuple(state["checked"])
+        self._value = state.get("value")
 
     def _check(self, run: Run) -> None:
         if self._asked:
@@ -122,12 +128,16 @@ class EarlyStopping:
             return
         if when == self._checked:
             return
-        self._checked = when
-        reason = self._judge(run, value)
+        self._checked, self._value = when, value
+        if reason := self._judge(run, value):
+            self.stopped_epoch = run.epoch
+            self._stop(run, reason, ends(run))
+
+    def _stop(self, run: Run, reason: str, when: str = "") -> None:
         if reason:
-            self._asked, self.reason, self.stopped_epoch = True, reason, run.epoch
+            self._asked, self.reason = True, reason
             stop_together(run)
-            say(run, f"early_stopping: {reason} {ends(run)}")
+            say(run, f"early_stopping: {reason} {when}".rstrip())
 
     def _missing(self, known: list[str]) -> None:
         text = not_logged("early_stopping", self.monitor, known)
@@ -138,7 +148,23 @@ class EarlyStopping:
             self._warned = True
 
     def _judge(self, run: Run, value: float) -> str:
-        """Return why training should end; empty if it should continue."""
+        """Count a value; return why training should end, empty if it should continue."""
+        if reason := self._beyond_limits(value):
+            return reason
+        delta = self.min_delta if self.mode == "max" else -self.min_delta
+        if self._better(value, self.best_score + delta):
+            if self.verbose:
+                say(
+                    run,
+                    f"early_stopping: {self.monitor} went from {self.best_score:.6g} "
+                    f"to {value:.6g}.",
+                )
+            self.best_score, self.wait_count = value, 0
+            return ""
+        self.wait_count += 1
+        return self._out_of_patience()
+
+    def _beyond_limits(self, value: float) -> str:
         if self.check_finite and not math.isfinite(value):
             return f"{self.monitor} = {value} is not finite."
         if self.stopping_threshold is not None and self._better(value, self.stopping_threshold):
@@ -151,18 +177,10 @@ class EarlyStopping:
                 f"{self.monitor} = {value:.6g} is worse than "
                 f"divergence_threshold={self.divergence_threshold}."
             )
-        delta = self.min_delta if self.mode == "max" else -self.min_delta
-        if self._better(value, self.best_score + delta):
-            if self.verbose:
-                say(
-                    run,
-                    f"early_stopping: {self.monitor} went from {self.best_score:.6g} "
-                    f"to {value:.6g}.",
-                )
-            self.best_score, self.wait_count = value, 0
-            return ""
-        self.wait_count += 1
-        if self.wait_count < self.patience:
+        return ""
+
+    def _out_of_patience(self) -> str:
+        if self.wait_count < max(self.patience, 1):
             return ""
         return (
             f"{self.monitor} was not better than {self.best_score:.6g} "

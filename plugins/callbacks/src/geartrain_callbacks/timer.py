@@ -55,6 +55,9 @@ class Timer:
     def on_run_start(self, run: Run) -> None:
         self._started = time.monotonic() if run.command == "fit" else None
         self._said = False
+        if run.resumed is not None and self._stop_if_over(run):  # it was over in the checkpoint
+            self._said = True
+            say(run, f"timer: {timedelta(seconds=self.seconds)} are over.")
 
     @hookimpl
     def on_step_end(self, run: Run) -> None:
@@ -63,12 +66,7 @@ class Timer:
 
     @hookimpl
     def on_epoch_end(self, run: Run) -> None:
-        up = self.time_elapsed() >= self.seconds
-        if run.world.size > 1:  # the ranks' clocks differ, and the epoch's last flush is over
-            up = run.hooks.broadcast(run=run, obj=up, src=0)
-        if up:
-            stop_together(run)
-        if up or run.logs.stop:
+        if self._stop_if_over(run) or run.logs.stop:
             self._say(run)
 
     @hookimpl
@@ -84,6 +82,14 @@ class Timer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._before = self._elapsed = state["time_elapsed"]
+
+    def _stop_if_over(self, run: Run) -> bool:
+        up = self.time_elapsed() >= self.seconds
+        if run.world.size > 1:  # the ranks' clocks differ, and the epoch's last flush is over
+            up = run.hooks.broadcast(run=run, obj=up, src=0)
+        if up:
+            stop_together(run)
+        return up
 
     def _pause(self) -> None:
         if self._started is not None:
