@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import shutil
 import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -48,6 +49,20 @@ class Logs(EvalNet):
         self.log("loss", 1.0)
         self.log("hidden", 2.0, logger=False)
         return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("logs", [True, False])
+def test_a_folder_that_the_user_removes_during_the_run_is_made_again_with_a_warning(tmp_path, logs):
+    class Removes(Logs if logs else Net):
+        def on_train_epoch_start(self):
+            if self.trainer.current_epoch == 1:
+                shutil.rmtree(tmp_path)
+
+    with pytest.warns(UserWarning, match=r"metrics\.jsonl was removed or moved during the run"):
+        fit(Removes(), output=tmp_path, max_epochs=3)
+    assert {"plan.json", "metrics.jsonl", "summary.json", "last.ckpt"} <= {*os.listdir(tmp_path)}
+    assert read(tmp_path / "summary.json")["status"] == "done"
+    assert [one["epoch"] for one in lines(tmp_path / "metrics.jsonl")] == [1, 2] * logs
 
 
 # --- contents -------------------------------------------------------------------------------------

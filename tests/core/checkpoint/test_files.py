@@ -171,12 +171,20 @@ def test_all_damaged_is_an_error_and_never_a_run_from_scratch(tmp_path):
         (tmp_path / "last.ckpt").unlink(missing_ok=True)
 
 
-def test_a_run_that_was_killed_in_its_first_epoch_continues(tmp_path):
+def test_a_run_that_was_killed_in_its_first_epoch_continues(tmp_path, monkeypatch):
     steps(tmp_path, 1)
     (tmp_path / "last.ckpt").unlink()
+    for number in range(3):
+        path = tmp_path / "checkpoints" / "old" / f"{number}.ckpt"
+        checkpoint_file.write({"fit": {"epoch": 0, "step": number, "batch_idx": 0}}, path)
+    opened, load = [], torch.load
+    monkeypatch.setattr(torch, "load", lambda path, **o: opened.append(path) or load(path, **o))
     with pytest.warns(
         UserWarning,
         match=r"stopped before it saved a last checkpoint\. Used instead: .*step=4\.ckpt",
     ):
         steps(tmp_path, 1, path="auto")
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step=4.ckpt"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("*.ckpt")) == [
+        "step=4.ckpt"
+    ]
+    assert {path.name for path in opened} == {"step=4.ckpt"}  # not each of them

@@ -130,6 +130,17 @@ def test_a_full_disk_leaves_no_part_of_the_appended_data(tmp_path):
     assert path.read_bytes() == b"one\ntwo\nfour\n"
 
 
+def test_a_file_that_the_user_removed_continues_in_a_new_one_with_a_warning(tmp_path):
+    file = AppendedFile(tmp_path / "file")
+    file.append(b"one\n")
+    file.path.unlink()
+    with pytest.warns(UserWarning, match=r"file was removed or moved during the run\. A new file"):
+        file.append(b"two\n")
+    file.append(b"three\n")
+    file.close()
+    assert file.path.read_bytes() == b"two\nthree\n"
+
+
 def test_only_the_files_of_killed_processes_are_removed(tmp_path):
     others = [
         "last.ckpt",

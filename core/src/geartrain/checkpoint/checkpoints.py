@@ -256,8 +256,8 @@ def _newest_first(paths: Iterable[Path]) -> list[Path]:
 
 def _furthest_first(paths: Iterable[Path]) -> Iterator[Path]:
     """Yield the checkpoints from which a fit can resume, most steps first; then damaged ones."""
-    found = {path: checkpoint_file.peek(path) for path in paths}
-    fits = {path: checkpoint_file.progress(fit) for path, fit in found.items() if fit}
+    found = {path: checkpoint_file.progress(path) for path in paths}
+    fits = {path: progress for path, progress in found.items() if progress is not None}
     yield from sorted(fits, key=lambda path: fits[path], reverse=True)
     for path in (path for path in found if path not in fits):
         try:

@@ -1,7 +1,8 @@
 """A checkpoint's file: the archive of ``torch.save`` and a digest, so that damage is detected.
 
 The digest is the comment of the ZIP archive, which ``torch.load`` and ``unzip`` ignore. torch's own
-checksums do not help: ``torch.load`` does not compare them.
+checksums do not help: ``torch.load`` does not compare them. The comment also has the progress, so
+that the furthest of many checkpoints is found without opening their archives.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import torch
 from geartrain.errors import TrainingError, UsageError
 from geartrain.files.atomic import replacing
 
-#: The comment is this and the SHA-256, in hexadecimal digits, of the archive without a comment.
+#: The comment is this, the SHA-256, in hexadecimal digits, of the archive without a comment and of
+#: the progress, and the progress: three numbers, or blanks if no ``fit`` can resume from the file.
 _MARK = b"geartrain sha256 "
-_COMMENT = len(_MARK) + 64
+_PROGRESS = " {:12} {:12} {:12}"
+_COMMENT = len(_MARK) + 64 + 39
 #: The end of an archive without a comment: this, 16 bytes, and two for the length of the comment.
 _END, _END_SIZE = b"PK\5\6", 22
 
@@ -33,8 +36,11 @@ def write(state: dict[str, Any], path: Path) -> None:
     with replacing(path) as file:
         hashing = _Hashing(file)
         torch.save(state, hashing)  # type: ignore[arg-type]  # it needs only these two methods
+        done = _PROGRESS.format(*(_progress(state.get("fit")) or [""] * 3)).encode()
+        hashing.digest.update(done)
         file.seek(-2, os.SEEK_END)
-        file.write(_COMMENT.to_bytes(2, "little") + _MARK + hashing.digest.hexdigest().encode())
+        digest = hashing.digest.hexdigest().encode()
+        file.write(_COMMENT.to_bytes(2, "little") + _MARK + digest + done)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -87,15 +93,30 @@ def peek(path: Path) -> dict[str, Any]:
     """
     with suppress(Exception):  # a user's file may be anything
         fit = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["fit"]
-        progress(fit)  # raises if it is something else
-        return dict(fit)
+        return dict(fit) if _progress(fit) else {}
     return {}
 
 
-def progress(fit: dict[str, Any]) -> tuple[int, int, int]:
-    """Return the epochs, the steps and the batches of the epoch that were done."""
-    # int raises on what a damaged file may hold.
-    return int(fit["epoch"]), int(fit["step"]), int(fit["batch_idx"])
+def progress(path: Path) -> tuple[int, int, int] | None:
+    """Return the epochs, the steps and the batches of the epoch that were done, if any are known.
+
+    It compares no digest, and loads only a file that geartrain did not write.
+    """
+    with suppress(OSError, ValueError), path.open("rb") as file:
+        file.seek(-_COMMENT, os.SEEK_END)
+        comment = file.read()
+        if comment.startswith(_MARK):
+            if numbers := comment[len(_MARK) + 64 :].split():
+                epoch, step, batch_idx = map(int, numbers)
+                return epoch, step, batch_idx
+            return None
+    return _progress(peek(path))
+
+
+def _progress(fit: Any) -> tuple[int, int, int] | None:
+    with suppress(KeyError, TypeError, ValueError):  # a user's state may be anything
+        return int(fit["epoch"]), int(fit["step"]), int(fit["batch_idx"])
+    return None
 
 
 def _check(file: IO[bytes], path: Path) -> bool:
@@ -117,8 +138,8 @@ def _check(file: IO[bytes], path: Path) -> bool:
                 break
             digest.update(buffer[:count])
             left -= count
-        digest.update(bytes(2))
-        if digest.hexdigest().encode() == comment[len(_MARK) :]:
+        digest.update(bytes(2) + comment[len(_MARK) + 64 :])
+        if comment[len(_MARK) :].startswith(digest.hexdigest().encode()):
             return True
     elif tail.strip(b"\0") and _MARK not in tail and is_torchs:
         return False

@@ -301,9 +301,14 @@ def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
 
 
 def _warn_of_replay(run: Run, batch_idx: int) -> None:
-    """Warn if a training loader may not repeat its batches."""
+    """Warn if a loader may not repeat its batches, or the random numbers in its workers."""
     for loader in single_loaders(run.stages["train"].loaders[0]):
         _warn_of_replay_by(loader, run, batch_idx)
+    loader = next((one for one in _loaders(run) if getattr(one, "persistent_workers", False)), None)
+    if loader is not None and run.epoch and run.world.rank == 0:
+        what = f"the persistent workers of {describe(loader)} start again: if its dataset draws"
+        what += " random numbers, they are others than without a stop"
+        warnings.warn(f"{what}. Fix if it does: persistent_workers=False", stacklevel=2)
 
 
 def _warn_of_replay_by(loader: Any, run: Run, batch_idx: int) -> None:

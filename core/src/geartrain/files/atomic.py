@@ -7,6 +7,7 @@ import io
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -132,12 +133,18 @@ def reason(path: Path, error: OSError) -> str:
 class AppendedFile:
     """A file to which whole pieces are appended.
 
+    If the user removes or moves it, a new one continues, with a warning.
+
     Raises:
         TrainingError: it cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._open()
+
+    def _open(self) -> None:
+        path = self.path
         try:
             # Not buffered: a failed write must raise in append, and not again in close.
             self._file = path.open("ab", buffering=0)
@@ -151,6 +158,12 @@ class AppendedFile:
         Raises:
             TrainingError: it could not be written, as on a full disk. The file is as before.
         """
+        if not self.path.exists():  # otherwise the lines would vanish with the open file
+            what = f"{self.path} was removed or moved during the run"
+            warnings.warn(f"{what}. A new file has only what comes from here on", stacklevel=2)
+            self._file.close()
+            make_folder(self.path.parent)
+            self._open()
         left = memoryview(data)
         try:
             while left:

@@ -340,7 +340,11 @@ class ModelCheckpoint:
     def _drop_lost(self, folder: Path) -> None:
         """Forget files that no longer exist or that another run wrote."""
         names = dict.fromkeys(name for name in (self._best, self._last, *self._scores) if name)
-        lost = [name for name in names if not is_own(folder, name, self._identity)]
+        # The others of save_top_k=-1 are never deleted: do not read each of them.
+        read = [name for name in names if self.save_top_k != -1 or name not in self._scores]
+        read += [self._best] if self._best and self._best not in read else []
+        lost = [name for name in names if name not in read and not (folder / name).exists()]
+        lost += [name for name in read if not is_own(folder, name, self._identity)]
         if not lost:
             return
         warnings.warn(

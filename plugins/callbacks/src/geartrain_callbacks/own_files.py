@@ -56,7 +56,9 @@ def written_after(
     """
     for path in sorted(folder.rglob(f"*{SUFFIX}")):
         name = path.relative_to(folder).as_posix()
-        for state in () if name in known else _states_in(path, after):
+        if name in known or (progress(path) or after) <= after:
+            continue
+        for state in _states_in(path):
             if state["identity"] == identity and name in (
                 state["best_model_path"],
                 state["last_model_path"],
@@ -83,16 +85,15 @@ def delete(folder: Path, name: str) -> None:
         )
 
 
-def _states_in(path: Path, after: tuple[int, int, int] = (-1, 0, 0)) -> list[dict[str, Any]]:
-    """Return the ModelCheckpoint states in a file saved after a progress; none if unreadable."""
+def _states_in(path: Path) -> list[dict[str, Any]]:
+    """Return the ModelCheckpoint states in a file; none if it cannot be read."""
     with suppress(KeyError, TypeError, AttributeError):
         fit = peek(path)
-        if fit and progress(fit) > after:
-            parts = [fit["parts"], *(rank["parts"] for rank in fit["ranks"])]
-            return [
-                state
-                for part in parts
-                for state in part.values()
-                if isinstance(state, dict) and state.keys() >= _KEYS
-            ]
+        parts = [fit["parts"], *(rank["parts"] for rank in fit["ranks"])]
+        return [
+            state
+            for part in parts
+            for state in part.values()
+            if isinstance(state, dict) and state.keys() >= _KEYS
+        ]
     return []
