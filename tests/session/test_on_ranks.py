@@ -126,6 +126,10 @@ def test_places_and_collectives():
         }
         assert reduced == {"mean": [0.5, 10], "sum": [1, 20], "min": [0, 10], "max": [1, 10]}
         assert session.all_reduce(torch.tensor(rank)).item() == 0.5
+        assert session.all_reduce({"loss": rank + 0.5}, "sum")["loss"].item() == 2.0
+        assert session.all_gather([rank])[0].tolist() == [0, 1]
+        with pytest.raises(gt.TrainingError, match=r"the shapes \[\[1\], \[2\]\]. Fix"):
+            session.all_reduce(torch.ones(rank + 1))
         assert session.broadcast({"from": rank}, src=1) == {"from": 1}
         return (
             rank,

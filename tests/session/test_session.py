@@ -971,6 +971,8 @@ def test_collectives_of_one_process():
         assert gathered["a"].shape == (1, 3)
         for op in ("mean", "sum", "min", "max"):
             assert torch.equal(session.all_reduce(data, op)["a"], data["a"])
+        assert session.all_reduce(1.5).item() == 1.5
+        assert session.all_gather(1.5).tolist() == [1.5]
         with pytest.raises(UsageError, match="one of mean, sum, min, max"):
             session.all_reduce(data, "median")
         assert session.broadcast({"x": 1}) == {"x": 1}

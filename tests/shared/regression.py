@@ -94,6 +94,35 @@ class Net(gt.Module):
         return torch.optim.SGD(trained, lr=0.1)
 
 
+class Contrast(gt.Module):
+    """Pairs of numbers find each other among those of all ranks.
+
+    Args:
+        local: each rank's loss is that of its samples, not of all.
+    """
+
+    def __init__(self, local=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.local = nn.Linear(3, 4), local
+
+    def training_step(self, batch, batch_idx):
+        x, _ = batch
+        a, b = self.net(x), self.net(x + 0.5)
+        every = torch.cat(list(self.all_gather(b, sync_grads=True)))
+        if self.local:
+            first = self.global_rank * len(x)
+        else:
+            first, a = 0, torch.cat(list(self.all_gather(a, sync_grads=True)))
+        own_parameters = self.net.weight.square().mean()
+        return own_parameters + nn.functional.cross_entropy(
+            a @ every.T, torch.arange(first, first + len(a))
+        )
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
 class Curve:
     """A logger that keeps the named metrics of each step; the default is the loss."""
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from geartrain.module.nested import map_tensors, with_tensors
+
 if TYPE_CHECKING:
+    import torch
+
     from geartrain.loop.run import Run, Stage
     from geartrain.metrics.local import LocalMetric, MetricOptions
 
@@ -65,6 +69,30 @@ class OneRank:
     def gather_states(self, run: Run, mine: dict[str, Any]) -> list[dict[str, Any]]:
         """Return all ranks' states, in order, on rank 0; on other ranks only their own."""
         return [mine]
+
+    def gather(
+        self,
+        run: Run,
+        data: Any,
+        sync_grads: bool = False,
+        function: Callable[[Any], Any] = lambda gathered: gathered,
+    ) -> Any:
+        """Gather nested data as :meth:`geartrain.Module.all_gather` does.
+
+        Args:
+            function: is called with each tensor that is gathered, or the list of the ranks'.
+        """
+        tensors: list[torch.Tensor] = []
+        data = with_tensors(data, run.device)
+        map_tensors(data, tensors.append)
+        gathered = iter(self.gather_tensors(run, tensors, sync_grads))
+        return map_tensors(data, lambda _: function(next(gathered)))
+
+    def gather_tensors(
+        self, run: Run, tensors: list[torch.Tensor], sync_grads: bool
+    ) -> Iterable[torch.Tensor | list[torch.Tensor]]:
+        """Return each tensor of all ranks, with gradients if ``sync_grads``."""
+        return [run.hooks.all_gather(run=run, tensor=tensor) for tensor in tensors]
 
     def reduce(
         self, run: Run, metrics: Mapping[str, LocalMetric]

@@ -12,7 +12,7 @@ from torch import nn
 from geartrain.errors import TrainingError
 from geartrain.module import media
 from geartrain.module.hparams import MadeWith
-from geartrain.module.nested import map_tensors, move
+from geartrain.module.nested import move
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -230,11 +230,14 @@ class Module(MadeWith, nn.Module):
         """
         media.log(self._run, "table", name, data, columns)
 
-    def all_gather(self, data: Any) -> Any:
-        """Gather tensors from every rank. Every rank must call this.
+    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
+        """Gather tensors and numbers from every rank. Every rank must call this.
 
         Args:
-            data: a tensor, or nested lists, tuples and dicts of tensors.
+            data: a tensor or a number, or nested lists, tuples and dicts of them.
+            sync_grads: the result has gradients: each rank's tensor gets the sum of its gradients
+                on all ranks, which must all do the backward. A strategy that averages gradients
+                then trains as one process does on the samples of all ranks.
 
         Returns:
             The same nesting, with each tensor as ``[world_size, *shape]``, or as a list with one a
@@ -247,18 +250,7 @@ class Module(MadeWith, nn.Module):
         run = self._run
         if run is None:
             raise RuntimeError("self.all_gather works only while a Trainer runs this module")
-        if run.world.size > 1:
-            tensors: list[torch.Tensor] = []
-            map_tensors(data, tensors.append)
-            mine = torch.tensor([len(tensors)], dtype=torch.float64)
-            counts = [int(n) for n in run.hooks.log_sync(run=run, values=mine)[:, 0]]
-            # gloo ends the process on collectives that do not match, and Python cannot catch it.
-            if len(set(counts)) > 1:
-                raise TrainingError(
-                    f"self.all_gather: ranks bring different numbers of tensors, {counts}. "
-                    "Fix: torch.cat them on each rank first; first dimensions may differ"
-                )
-        return map_tensors(data, lambda tensor: run.hooks.all_gather(run=run, tensor=tensor))
+        return run.ranks.gather(run, data, sync_grads)
 
     def optimizers(self) -> Optimizer | list[Optimizer]:
         """Return the optimizer, or the list of several.

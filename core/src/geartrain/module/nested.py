@@ -24,6 +24,13 @@ def map_tensors(data: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     return map_nested(data, lambda item: map_tensors(item, function))
 
 
+def with_tensors(data: Any, device: torch.device) -> Any:
+    """Return ``data`` with each number in it as a tensor on ``device``."""
+    if isinstance(data, bool | int | float):
+        return torch.tensor(data, device=device)
+    return map_nested(data, lambda item: with_tensors(item, device))
+
+
 def move(batch: Any, device: torch.device) -> Any:
     """Return a batch on ``device``. Copies from pinned memory overlap with computation.
 

@@ -88,10 +88,10 @@ class RunningStrategy:
         run = self._trainer._active
         return obj if run is None else run.hooks.broadcast(run=run, obj=obj, src=src)
 
-    def all_gather(self, tensor: torch.Tensor) -> Any:
-        """Return ``[world_size, *tensor.shape]``."""
+    def all_gather(self, tensor: torch.Tensor, sync_grads: bool = False) -> Any:
+        """Return ``[world_size, *tensor.shape]``; see :meth:`geartrain.Module.all_gather`."""
         run = self._trainer._active
-        return tensor[None] if run is None else run.hooks.all_gather(run=run, tensor=tensor)
+        return tensor[None] if run is None else run.ranks.gather(run, tensor, sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return True if every rank decides so; with ``all=False``, if any rank does."""

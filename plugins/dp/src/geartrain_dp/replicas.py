@@ -127,7 +127,7 @@ class Replicas(nn.Module):
                 vars(replica.step.module)["all_gather"] = self._refuse_all_gather
         return replicas
 
-    def _refuse_all_gather(self, data: Any) -> Any:
+    def _refuse_all_gather(self, data: Any, sync_grads: bool = False) -> Any:
         # Nodes may have different numbers of parts, and on CUDA the parts run in parallel, so the
         # ranks' collectives would not match.
         raise TrainingError(

@@ -12,7 +12,7 @@ import torch
 
 from geartrain import Run, TrainingError
 from geartrain.plugin_api import LocalMetric, MetricOptions, OneRank, Stage, libraries
-from geartrain_parallel import metrics as metrics_of_ranks, predictions
+from geartrain_parallel import gathering, metrics as metrics_of_ranks, predictions
 from geartrain_parallel.uneven_inputs import (
     is_sure,
     repeated,
@@ -130,6 +130,11 @@ class SeveralRanks(OneRank):
             if run.world.rank == 0:
                 ranks.append(theirs)
         return ranks
+
+    def gather_tensors(
+        self, run: Run, tensors: list[torch.Tensor], sync_grads: bool
+    ) -> list[torch.Tensor | list[torch.Tensor]]:
+        return gathering.gather(run, tensors, sync_grads)
 
     def reduce(
         self, run: Run, metrics: Mapping[str, LocalMetric]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from geartrain import Run, UsageError
+from geartrain import Run, TrainingError, UsageError
 from geartrain.plugin_api import LocalMetric, MetricOptions, map_tensors
 
 #: The options with which a Session logs the mean over ranks.
@@ -29,25 +29,27 @@ _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def all_gather(run: Run, data: Any) -> Any:
-    """Return ``data`` with each tensor of every rank."""
-    return map_tensors(data, lambda tensor: run.hooks.all_gather(run=run, tensor=tensor))
-
-
 def all_reduce(run: Run, data: Any, reduce_op: str) -> Any:
-    """Return ``data`` with each tensor reduced over ranks.
+    """Return ``data`` with each tensor and number reduced over ranks.
 
     Raises:
+        TrainingError: a tensor has other shapes on other ranks.
         UsageError: ``reduce_op`` is unknown.
     """
     if reduce_op not in _REDUCTIONS:
         raise UsageError(
             f"all_reduce: reduce_op={reduce_op!r}. Fix: use one of {', '.join(_REDUCTIONS)}"
         )
-    reduce = _REDUCTIONS[reduce_op]
-    return map_tensors(
-        data, lambda tensor: reduce(torch.stack(list(run.hooks.all_gather(run=run, tensor=tensor))))
-    )
+
+    def reduce(gathered: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
+        if isinstance(gathered, list):
+            raise TrainingError(
+                f"all_reduce: ranks have the shapes {[list(part.shape) for part in gathered]}. "
+                "Fix: use the same shape on every rank, or all_gather"
+            )
+        return _REDUCTIONS[reduce_op](gathered)
+
+    return run.ranks.gather(run, map_tensors(data, torch.Tensor.detach), function=reduce)
 
 
 def mean_of_metrics(run: Run, values: Mapping[str, float]) -> Mapping[str, float]:

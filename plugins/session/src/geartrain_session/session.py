@@ -451,20 +451,32 @@ class Session(RankProperties):
 
     # --- the other ranks --------------------------------------------------------------------------
 
-    def all_gather(self, data: Any) -> Any:
-        """Gather each tensor of ``data`` from every rank.
+    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
+        """Gather each tensor and number of ``data`` from every rank.
+
+        Args:
+            data: nested data; a number becomes a tensor on the device.
+            sync_grads: as for :meth:`geartrain.Module.all_gather`.
 
         Returns:
             ``data`` with ``[world_size, *shape]`` per tensor, or a list if first dimensions differ.
+
+        Raises:
+            TrainingError: ranks bring different numbers of tensors.
         """
-        return collectives.all_gather(self._launched("all_gather").run, data)
+        run = self._launched("all_gather").run
+        return run.ranks.gather(run, data, sync_grads)
 
     def all_reduce(self, data: Any, reduce_op: str = "mean") -> Any:
-        """Reduce each tensor of ``data`` over ranks.
+        """Reduce each tensor and number of ``data`` over ranks; the result has no gradients.
 
         Args:
-            data: nested data; each tensor has the same shape on all ranks.
+            data: nested data; each tensor has the same shape on all ranks. A number becomes a
+                tensor on the device.
             reduce_op: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
+
+        Raises:
+            TrainingError: ranks bring different numbers of tensors, or other shapes.
         """
         return collectives.all_reduce(self._launched("all_reduce").run, data, reduce_op)
 
