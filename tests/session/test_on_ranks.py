@@ -177,6 +177,25 @@ def test_without_padding_each_sample_comes_once():
     assert launch(counted) == [[(13, 4), (1, 1)], [(12, 3), (0, 0)]]
 
 
+def test_training_on_unequal_numbers_of_batches_is_refused():
+    def train(session):
+        net = Net()
+        model, optimizer = session.setup(net, net.configure_optimizers())
+        loader = session.setup_dataloaders(DataLoader(samples(25), 4), even=False)
+        for _ in zip(range(3), loader, strict=False):  # evaluates all
+            pass
+        for x, y in loader:
+            session.backward(functional.mse_loss(model(x), y))
+            optimizer.step()
+
+    with pytest.raises(
+        gt.TrainingError,
+        match=r"the ranks have \[4, 3\] batches of this loader: ranks \[1\] have no batch after "
+        r"the first 3, .* Fix: to train, leave out even=False",
+    ):
+        launch(train)
+
+
 def test_logs_checkpoints_and_random_numbers(tmp_path):
     def train(session):
         net = Net(norm=True)

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from small_models import EvalNet, Loggers, fit, loader, trainer
-from torchmetrics import MeanMetric, MetricCollection, SumMetric
+from torchmetrics import MeanMetric, MetricCollection, MultitaskWrapper, SumMetric
 from torchmetrics.classification import BinaryAccuracy, BinaryPrecision, BinaryRecall
 from torchmetrics.regression import MeanSquaredError, SpearmanCorrCoef
 
@@ -110,6 +110,43 @@ def test_a_collection_logs_each_of_its_metrics():
     }
 
 
+def test_a_multitask_wrapper_logs_each_metric_of_its_tasks():
+    class Tasks(EvalNet):
+        def __init__(self):
+            super().__init__()
+            kinds = MetricCollection([BinaryAccuracy(), BinaryRecall()])
+            self.tasks = MultitaskWrapper({"y": MeanSquaredError(), "kind": kinds}, prefix="val/")
+
+        def training_step(self, batch, batch_idx):
+            self.measure(batch)
+            return self.loss(batch)
+
+        def validation_step(self, batch, batch_idx):
+            self.measure(batch)
+
+        def measure(self, batch):
+            x, y = batch
+            y_hat, kind = self(x), (y > 0).long()
+            self.tasks({"y": y_hat, "kind": y_hat.sigmoid()}, {"y": y, "kind": kind})
+            self.log_dict(self.tasks)
+
+    net, one = Tasks(), trainer()
+    for n in (24, 9):
+        one.validate(net, loader(n, 5))
+        x, y = (torch.cat(parts) for parts in zip(*loader(n, 5), strict=True))
+        with torch.no_grad():
+            y_hat, kind = net(x), y > 0
+        right = (y_hat > 0) == kind
+        assert one.callback_metrics == pytest.approx(
+            {
+                "val/y": float((y_hat - y).square().mean()),
+                "val/kind_BinaryAccuracy": float(right.float().mean()),
+                "val/kind_BinaryRecall": float(right[kind].float().mean()),
+            }
+        )
+    assert "val/kind_BinaryRecall" in fit(net).callback_metrics
+
+
 def test_the_module_pickles_before_and_after():
     net = Measured()
     fit(pickle.loads(pickle.dumps(net)), loader(), loader())
@@ -136,8 +173,10 @@ def test_copies_replace_every_metric_of_a_module():
     [
         (
             lambda self: self.log("x", self.scores),
-            r"several values. Fix: self.log_dict\(collection\)",
+            r"several values. Fix: self.log_dict\(metric\)",
         ),
+        (lambda self: self.log("x", self.tasks), "MultitaskWrapper has several values"),
+        (lambda self: self.log_dict(self.mean), r"log_dict\(MeanMetric\).*Fix: self.log\(name"),
         (lambda self: self.log("x", self.mean, rank_zero_only=True), "leave out rank_zero_only"),
         (
             lambda self: (self.log("x", self.mean), self.log("x", self.mse)),
@@ -158,6 +197,7 @@ def test_unsupported_values_are_refused(log, words):
                 MeanSquaredError(),
             )
             self.several = MeanSquaredError(num_outputs=2)
+            self.tasks = MultitaskWrapper({"a": MeanMetric()})
 
         def validation_step(self, batch, batch_idx):
             self.mean.update(1.0)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from geartrain import TrainingError
 from geartrain.plugin_api import close_batches, has_no_own_samples, set_epoch
 
 if TYPE_CHECKING:
@@ -20,13 +21,19 @@ class SessionLoader:
         run: a copy of the session's run, with only this loader.
         loader: the loader of this rank.
         moves: true if batches move to the device.
+        counts: each rank's number of batches, by rank; empty if they are equal or not known.
     """
 
     def __init__(
-        self, session_run: SessionRun, run: Run, loader: Iterable[Any], moves: bool
+        self,
+        session_run: SessionRun,
+        run: Run,
+        loader: Iterable[Any],
+        moves: bool,
+        counts: Sequence[int] = (),
     ) -> None:
         self._session_run, self._run, self._loader, self._moves = session_run, run, loader, moves
-        self._passes = 0
+        self._counts, self._passes = counts, 0
 
     def __iter__(self) -> Iterator[Any]:
         run, loader = self._run, self._loader
@@ -40,10 +47,23 @@ class SessionLoader:
             if self._moves
             else iter(loader)
         )
+        shortest, before = min(self._counts, default=None), self._session_run.backwards
         try:
-            yield from batches
+            for i, batch in enumerate(batches):
+                if i == shortest and self._session_run.backwards > before:
+                    raise self._uneven(i)
+                yield batch
         finally:
             close_batches(batches, loader)
+
+    def _uneven(self, shortest: int) -> TrainingError:
+        ranks = [rank for rank, count in enumerate(self._counts) if count == shortest]
+        return TrainingError(
+            f"the ranks have {list(self._counts)} batches of this loader: ranks {ranks} have no "
+            f"batch after the first {shortest}, and the others would wait for their gradients. "
+            "Fix: to train, leave out even=False in setup_dataloaders, or end the loop of every "
+            f"rank after {shortest} batches"
+        )
 
     def __len__(self) -> int:
         return 0 if has_no_own_samples(self._loader) else len(self._loader)  # type: ignore[arg-type]

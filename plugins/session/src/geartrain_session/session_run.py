@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -18,6 +19,7 @@ from geartrain.plugin_api import (
     check_name,
     count_batches,
     each_loader,
+    has_no_own_samples,
     needs_closure,
     scalar,
     share_temporary_folder,
@@ -160,7 +162,9 @@ class SessionRun:
         share_temporary_folder([mine])
         run.stages = {stage: Stage([mine], [count_batches(mine, None, stage)])}
         self.run.stages[stage].loaders.append(mine)  # the loader's workers end with the session
-        return SessionLoader(self, run, mine, move)
+        # A strategy that shards a loader talks to all ranks then; others may be set up on one rank.
+        counts = _unequal_counts(run, stage) if stage != "train" and mine is not loader else []
+        return SessionLoader(self, run, mine, move, counts)
 
     def _optimizer(self, model: SessionModel, optimizer: Optimizer) -> Any:
         run = self._run_of(model._run, model.module)
@@ -216,6 +220,16 @@ class SessionRun:
         run.logs.logged.update(values)
         if run.world.rank == 0:
             run.hooks.log_metrics(run=run, metrics=values, step=run.step if step is None else step)
+
+
+def _unequal_counts(run: Run, stage: str) -> list[int]:
+    """Return each rank's number of batches of a sharded loader, if they are known and differ."""
+    (loader,), (count,) = run.stages[stage].loaders, run.stages[stage].batches
+    if has_no_own_samples(loader):
+        count = 0
+    mine = torch.tensor([-1 if count is None else count], dtype=torch.float64)
+    counts = [int(n) for n in run.hooks.log_sync(run=run, values=mine)[:, 0]]
+    return counts if min(counts) >= 0 and len(set(counts)) > 1 else []
 
 
 def _part_of_this_rank(run: Run, stage: str, loader: Any) -> Any:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +36,10 @@ def is_collection(thing: Any) -> bool:
     return library is not None and isinstance(thing, library.MetricCollection)
 
 
+def _is_multitask(thing: Any) -> bool:
+    return isinstance(thing, getattr(sys.modules["torchmetrics"], "MultitaskWrapper", ()))
+
+
 # --- called by core -------------------------------------------------------------------------------
 
 
@@ -44,13 +49,28 @@ def owns(thing: Any) -> bool:
 
 
 def items(dictionary: Any) -> Iterable[tuple[str, Any]]:
-    """Return a collection's metrics by name.
+    """Return the metrics of a collection or of a ``MultitaskWrapper`` by name.
 
     Return the metrics themselves, not the copies that compute groups would give, because logged
     metrics are reset.
+
+    Raises:
+        TrainingError: it is another metric.
     """
-    named: Iterable[tuple[str, Any]] = dictionary.items(keep_base=False, copy_state=False)
-    return named
+    if is_collection(dictionary):
+        named: Iterable[tuple[str, Any]] = dictionary.items(keep_base=False, copy_state=False)
+        return named
+    if not _is_multitask(dictionary):
+        name = type(dictionary).__name__
+        raise TrainingError(
+            f"self.log_dict({name}): only a MetricCollection and a MultitaskWrapper have metrics "
+            "by name. Fix: self.log(name, metric)"
+        )
+    tasks = [
+        [metric for _, metric in items(task)] if is_collection(task) else [task]
+        for task in dictionary.values(flatten=False)
+    ]
+    return zip(dictionary.keys(), chain.from_iterable(tasks), strict=True)
 
 
 def newest(name: str, thing: Any, options: MetricOptions) -> torch.Tensor | None:
@@ -60,10 +80,10 @@ def newest(name: str, thing: Any, options: MetricOptions) -> torch.Tensor | None
         TrainingError: it is a collection, it is logged only on rank 0, or ``update`` was called
             in place of ``forward``.
     """
-    if is_collection(thing):
+    if is_collection(thing) or _is_multitask(thing):
         raise TrainingError(
-            f"self.log({name!r}): a MetricCollection has several values. "
-            "Fix: self.log_dict(collection)"
+            f"self.log({name!r}): a {type(thing).__name__} has several values. "
+            "Fix: self.log_dict(metric)"
         )
     if options.rank_zero_only:
         raise TrainingError(
