@@ -1,6 +1,8 @@
 """ModelCheckpoint: it keeps the best files, and deletes one only after the next is complete."""
 
 import math
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from small_models import EvalNet, Logging, assert_equal, fit, loader, trainer
 
 from geartrain import TrainingError, UsageError, hookimpl
 from geartrain.callbacks import EMA, ModelCheckpoint
+from geartrain.testing import ThreadRanks
 
 NAN, INF = float("nan"), float("inf")
 
@@ -24,7 +27,7 @@ def steps_of(folder):
     )
 
 
-def run_on(folder, values, every=1.0, train=None, **options):
+def run_on(folder, values, every=1.0, train=None, more=(), **options):
     """Train with a metric that takes ``values``, one per epoch; return the callback."""
     left = list(values)
 
@@ -44,7 +47,7 @@ def run_on(folder, values, every=1.0, train=None, **options):
     fit(
         Logging(train=train, validate=logs),
         val=loader(4),
-        plugins=[callback],
+        plugins=[callback, *more],
         val_check_interval=every,
         **of_trainer,
     )
@@ -424,6 +427,59 @@ def test_the_old_file_is_deleted_only_after_the_new_one_is_complete(tmp_path):
     assert list(steps_of(tmp_path)) == ["step=12.ckpt"]
 
 
+def test_the_last_is_a_link_to_the_file_of_its_check_if_that_is_kept(tmp_path):
+    last = tmp_path / "last.ckpt"
+    watches = Watches(tmp_path)
+    run_on(tmp_path, [5, 4, 6], save_last="link", more=[watches])
+    assert [name for name, _ in watches.seen] == [
+        "step=6.ckpt",
+        "last.ckpt",
+        "step=12.ckpt",
+        "last.ckpt",
+        "last.ckpt",
+    ]
+    assert not last.is_symlink()  # the last score was not among the best
+    assert steps_of(tmp_path) == {"step=12.ckpt": 12, "last.ckpt": 18}
+    run_on(tmp_path / "better", [5, 4], save_last="link", save_top_k=2)
+    assert os.readlink(tmp_path / "better" / "last.ckpt") == "step=12.ckpt"
+    assert steps_of(tmp_path / "better") == {"step=6.ckpt": 6, "step=12.ckpt": 12, "last.ckpt": 12}
+
+
+def test_where_links_are_impossible_the_last_is_a_file_with_a_warning(tmp_path, monkeypatch):
+    def refuse(path, target):
+        raise OSError("not permitted")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    with pytest.warns(UserWarning, match=r"last\.ckpt cannot be a link \(not permitted\)"):
+        run_on(tmp_path, [5], save_last="link")
+    assert steps_of(tmp_path) == {"step=6.ckpt": 6, "last.ckpt": 6}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_source_of_a_resume_stays_until_the_fit_is_done(tmp_path, ranks):
+    class Stops(EvalNet):
+        def on_train_epoch_start(self):
+            if self.trainer.current_epoch == 3:
+                raise KeyError("stop")
+
+    def train(module, epochs, path=None):
+        strategy = "single" if ranks == 1 else ThreadRanks(ranks)
+        plugins = [ModelCheckpoint(filename="{epoch}", save_last="link")]
+        one = trainer(max_epochs=epochs, output=tmp_path, plugins=plugins, strategy=strategy)
+        one.fit(module, loader(), ckpt_path=path)
+
+    source = tmp_path / "checkpoints" / "epoch=1.ckpt"
+    train(EvalNet(), 2)
+    for _ in range(2):  # the same command resumes again
+        with pytest.raises(KeyError, match="stop"):
+            train(Stops(), 5, source)
+        assert source.exists()
+    train(EvalNet(), 5, "last")  # from another file, which lists the source as replaced
+    assert not source.exists()
+    train(EvalNet(), 6, tmp_path / "checkpoints" / "epoch=4.ckpt")
+    assert not (tmp_path / "checkpoints" / "epoch=4.ckpt").exists()
+
+
 def test_a_save_that_fails_leaves_the_best_as_it_was(tmp_path):
     class Full:
         calls = 0
@@ -531,6 +587,7 @@ def test_verbose_prints_each_saved_file(tmp_path, capsys):
         ({"filename": "{epoch:.zf}"}, "cannot be written"),
         ({"filename": "{val_loss:d}"}, "cannot be written"),
         ({"filename": "last", "save_last": True}, "another name"),
+        ({"save_last": "links"}, "save_last='links'. Fix: True or 'link'"),
     ],
 )
 def test_contradicting_options_are_refused(options, why):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from geartrain.plugin_api import (
 )
 from geartrain_callbacks.checkpoint_names import SUFFIX, check_pattern, fields, fill, free
 from geartrain_callbacks.monitoring import check_mode, is_better, looks_after_epochs, not_logged
-from geartrain_callbacks.own_files import check_name, delete, is_own, written_after
+from geartrain_callbacks.own_files import check_name, delete, is_own, link, written_after
 from geartrain_callbacks.stopping import say
 
 _FIX = "Fix: log it with self.log, or monitor another"
@@ -60,8 +61,9 @@ class ModelCheckpoint:
 
     It deletes only files that it wrote in its own folder. A ``fit`` that resumes from a checkpoint
     in this folder or in the run's folder continues with the files that the checkpoint lists and
-    that still exist. If it resumes from a checkpoint elsewhere, it starts from scratch here and
-    leaves the files there alone.
+    that still exist. If the file that it resumed from is replaced, it is deleted when the ``fit``
+    is done, so that the same command can resume again. A ``fit`` that resumes from a checkpoint
+    elsewhere starts from scratch here and leaves the files there alone.
 
     Args:
         monitor: the metric's name; ``None``: the newest checkpoint replaces the one before;
@@ -69,7 +71,8 @@ class ModelCheckpoint:
         mode: ``"min"`` if smaller is better, ``"max"`` if larger is better.
         save_top_k: how many of the best to keep; -1 keeps all, 0 none. Without ``monitor``: -1, 0
             or 1.
-        save_last: also save ``last.ckpt`` at each check.
+        save_last: also save ``last.ckpt`` at each check; ``"link"``: as a link to the file of the
+            same check, if that is kept.
         dirpath: the folder; default ``checkpoints`` in the run's folder.
         filename: a pattern with ``epoch``, ``step`` and metrics in braces, such as
             ``"{epoch:02d}-{val_loss:.2f}"``; default ``"{epoch}-{step}"``.
@@ -95,7 +98,7 @@ class ModelCheckpoint:
         monitor: str | None = None,
         mode: Literal["min", "max"] = "min",
         save_top_k: int = 1,
-        save_last: bool = False,
+        save_last: bool | Literal["link"] = False,
         dirpath: str | Path | None = None,
         filename: str | None = None,
         auto_insert_metric_name: bool = True,
@@ -114,6 +117,8 @@ class ModelCheckpoint:
                 f"model_checkpoint: save_top_k={save_top_k} needs a metric. "
                 "Fix: monitor='val_loss', or monitor='step' and mode='max' to keep the newest"
             )
+        if save_last not in (True, False, "link"):
+            raise UsageError(f"model_checkpoint: save_last={save_last!r}. Fix: True or 'link'")
         if save_top_k == 0 and not save_last:
             raise UsageError(
                 "model_checkpoint: save_top_k=0 without save_last saves nothing. "
@@ -168,8 +173,10 @@ class ModelCheckpoint:
         # Names are relative to the folder, so that a copy of the folder is complete.
         self._best = self._last = ""
         self._scores: dict[str, float] = {}
-        #: Files that the file being saved replaces.
+        #: Files that the file being saved replaces, and the source if it was replaced.
         self._old: list[str] = []
+        #: The file that this fit resumed from, if it is in the folder.
+        self._source = ""
         #: The folder that the next fit writes to, and the folder of the named files.
         self._planned = self._where = self.dirpath
 
@@ -283,6 +290,9 @@ class ModelCheckpoint:
 
     @hookimpl
     def on_run_end(self, run: Run) -> None:
+        if self._on:
+            self._source = ""
+            self._delete_old(run)
         if self._on and not self._looked and run.world.rank == 0:
             when = (
                 f"every_n_epochs={self._epochs}"
@@ -308,6 +318,9 @@ class ModelCheckpoint:
                 self._start_from_scratch(run, folder)
             self._identity = self._identity or uuid4().hex
         self._planned = self._where = folder
+        source = None if run.resumed is None else run.resumed.path
+        name = "" if source is None else os.path.relpath(source.resolve(), folder.resolve())
+        self._source = Path(name).as_posix()
         self._output = "" if run.output is None else str(run.output.resolve())
         if run.world.size > 1:
             self.load_state_dict(run.hooks.broadcast(run=run, obj=self.state_dict(), src=0))
@@ -406,9 +419,13 @@ class ModelCheckpoint:
         before = self.state_dict()
         self._remember(turn)  # before saving: the file's state must list the file itself
         try:
+            if turn.last and run.world.rank == 0 and Path(self.last_model_path).is_symlink():
+                Path(self.last_model_path).unlink()  # a writer may write through the link
             state = checkpoint_state(run, epochs) if names else {}
             for name in names:
-                save_checkpoint_file(run, state, Path(self._path(name)))
+                links = self.save_last == "link" and name == turn.last and turn.name != ""
+                if not links or not self._link(run, name, turn.name):
+                    save_checkpoint_file(run, state, Path(self._path(name)))
         except BaseException:
             self.load_state_dict(before)
             raise
@@ -468,7 +485,7 @@ class ModelCheckpoint:
     def _remember(self, turn: _Turn) -> None:
         """Note the next file and the files that it replaces."""
         self._owed = turn.owed
-        self._old = [
+        self._old += [
             name
             for name, new in ((turn.drop, turn.name), (self._last, turn.last))
             if new and name not in ("", new)
@@ -488,10 +505,23 @@ class ModelCheckpoint:
         if turn.name and self.verbose:
             why = "" if turn.score is None else f": {self.monitor} = {turn.score:.6g}"
             say(run, f"model_checkpoint: saved {self._path(turn.name)}{why}.")
+        self._delete_old(run)
+
+    def _delete_old(self, run: Run) -> None:
         if run.world.rank == 0 and self._where is not None:
             for name in self._old:
-                delete(self._where, name)
-        self._old = []
+                if name != self._source:
+                    delete(self._where, name)
+        self._old = [name for name in self._old if name == self._source]
+
+    def _link(self, run: Run, name: str, target: str) -> bool:
+        """Make a file of the folder a relative link to another; ``False`` if links are refused."""
+        done = run.world.rank == 0 and link(Path(self._path(name)), Path(self._path(target)))
+        if run.world.size > 1:
+            done = run.hooks.broadcast(run=run, obj=done, src=0)
+        if done:
+            run.hooks.on_checkpoint_saved(run=run, path=Path(self._path(name)))
+        return done
 
     def _kth_best(self) -> str:
         ranked = self._ranked()

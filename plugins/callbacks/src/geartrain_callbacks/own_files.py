@@ -6,6 +6,7 @@ refused, and no link is followed.
 
 from __future__ import annotations
 
+import os
 import shutil
 import warnings
 from collections.abc import Container, Iterator
@@ -83,6 +84,20 @@ def delete(folder: Path, name: str) -> None:
             f"geartrain-callbacks[model_checkpoint]: {path} could not be deleted: {error}",
             stacklevel=2,
         )
+
+
+def link(path: Path, target: Path) -> bool:
+    """Make ``path`` a relative link to a file; return ``False``, with a warning, if none can be."""
+    new = path.with_name(f".{path.name}.link")
+    try:
+        new.unlink(missing_ok=True)
+        new.symlink_to(os.path.relpath(target, path.parent))
+        os.replace(new, path)
+    except (OSError, NotImplementedError) as error:
+        what = f"geartrain-callbacks[model_checkpoint]: {path} cannot be a link ({error})"
+        warnings.warn(f"{what}, so it is a file", stacklevel=2)
+        return False
+    return True
 
 
 def _states_in(path: Path) -> list[dict[str, Any]]:
