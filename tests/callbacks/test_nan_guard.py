@@ -1,5 +1,9 @@
 """NaNGuard: it detects a loss or gradients that are not finite."""
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from small_models import Net, assert_equal, differ, fit, loader, trainer, weights
@@ -7,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from geartrain import TrainingError, UsageError
-from geartrain.callbacks import NaNGuard
+from geartrain.callbacks import EMA, ModelCheckpoint, NaNGuard
 
 
 class Bad(Net):
@@ -36,28 +40,17 @@ def guarded(module, *arguments, **options):
     ("check", "what"), [("loss", "the loss"), ("gradients", "the gradient of layers.2.bias")]
 )
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_stop_names_the_first_bad_step(flush, steps, check, what, value, capsys):
-    guard, ended = guarded(
-        Bad(3, "loss" if check == "loss" else "gradient", value),
-        "stop",
-        check,
-        log_every_n_steps=flush,
-    )
-    assert ended.global_step == steps
-    assert guard.reason == f"{what} was not finite in step 3, on rank 0."
-    assert guard.reason in capsys.readouterr().err
+def test_the_run_fails_and_names_the_first_bad_step(flush, steps, check, what, value):
+    guard = NaNGuard(check=check)
+    one = trainer(plugins=[guard], log_every_n_steps=flush, max_epochs=3)
+    reason = f"{what} was not finite in step 3, on rank 0."
+    with pytest.raises(TrainingError, match=re.escape(f"geartrain-callbacks[nan_guard]: {reason}")):
+        one.fit(Bad(3, "loss" if check == "loss" else "gradient", value), loader())
+    assert one.global_step == steps
+    assert guard.reason == reason
 
 
-@pytest.mark.parametrize("flush", [1, 50])
-def test_raise_fails_the_run(flush):
-    with pytest.raises(
-        TrainingError,
-        match=r"geartrain-callbacks\[nan_guard\]: the loss was not finite in step 2, on rank 0",
-    ):
-        guarded(Bad(2), "raise", log_every_n_steps=flush)
-
-
-@pytest.mark.parametrize("action", ["stop", "raise", "skip"])
+@pytest.mark.parametrize("action", ["raise", "skip"])
 @pytest.mark.parametrize("check", ["loss", "gradients"])
 def test_finite_ones_change_nothing(action, check):
     torch.manual_seed(3)
@@ -146,13 +139,14 @@ def test_parameters_that_come_and_go_are_still_named():
             loss = self.loss(batch) + (self.odd if batch_idx % 2 else self.even)(batch[0]).mean()
             return loss + (self.odd.weight.sum() * float("nan") if batch_idx == 3 else 0)
 
-    guard, _ = guarded(Alternates(), "stop", "gradients")
-    assert guard.reason == "the gradient of odd.weight was not finite in step 4, on rank 0."
+    reason = "the gradient of odd.weight was not finite in step 4, on rank 0"
+    with pytest.raises(TrainingError, match=reason):
+        guarded(Alternates(), "raise", "gradients")
 
 
 def test_gradients_with_16_mixed_are_refused():
     with pytest.raises(UsageError, match="the scaler skips those steps"):
-        guarded(Net(), "stop", "gradients", precision="16-mixed")
+        guarded(Net(), "raise", "gradients", precision="16-mixed")
 
 
 def test_skipping_with_lbfgs_is_refused():
@@ -160,10 +154,9 @@ def test_skipping_with_lbfgs_is_refused():
         guarded(Net(torch.optim.LBFGS), "skip")
 
 
-def test_lbfgs_is_stopped():
-    guard, ended = guarded(Bad(2, optimizer=torch.optim.LBFGS), "stop", log_every_n_steps=1)
-    assert "in step 1" in guard.reason
-    assert ended.global_step == 1
+def test_lbfgs_fails_the_run():
+    with pytest.raises(TrainingError, match="the loss was not finite in step 1"):
+        guarded(Bad(2, optimizer=torch.optim.LBFGS), log_every_n_steps=1)
 
 
 @pytest.mark.parametrize("wrong", [{"action": "ignore"}, {"check": "weights"}])
@@ -172,11 +165,45 @@ def test_wrong_options(wrong):
         NaNGuard(**wrong)
 
 
-def test_last_ckpt_is_not_overwritten_by_an_epoch_that_raises(tmp_path):
-    with pytest.raises(TrainingError):
-        trainer(plugins=[NaNGuard("raise")], output=tmp_path / "run", max_epochs=3).fit(
-            Bad(9), loader()
+def finite(path):
+    """Return the steps of a checkpoint; every tensor in it must be finite."""
+    state = torch.load(path, weights_only=True)
+    for name in ("model", "trained", "average"):
+        assert all(torch.isfinite(t).all() for t in state.get(name, {}).values())
+    return state["step"]
+
+
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("every", [{"every_n_train_steps": 1}, {}])
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+@pytest.mark.parametrize("action", ["raise", "skip"])
+def test_a_checkpoint_never_has_nan(action, what, every, average, tmp_path):
+    """The NaN is in step 9, in the second epoch, and the flush is far away."""
+    saves = ModelCheckpoint(save_last=True, **every)
+    plugins = [NaNGuard(action), saves, *([EMA(0.9)] if average else [])]
+    one = trainer(plugins=plugins, output=tmp_path / "run", max_epochs=3)
+    if action == "skip" and what == "loss":
+        one.fit(Bad(9), loader())
+        steps = (18, 18)
+    else:
+        with pytest.raises(TrainingError, match="was not finite in step"):
+            one.fit(Bad(9, what), loader())
+        steps = (6, 8 if every else 6)
+    assert finite(tmp_path / "run" / "last.ckpt") == steps[0]
+    assert finite(saves.last_model_path) == finite(saves.best_model_path) == steps[1]
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == sorted(
+        Path(path).name for path in (saves.last_model_path, saves.best_model_path)
+    )
+    if steps[0] == 6:
+        assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+        resumed = trainer(plugins=plugins, output=tmp_path / "run", max_epochs=3)
+        resumed.fit(Net(), loader(), ckpt_path="last")
+        assert resumed.global_step == 18
+
+
+def test_a_resume_from_weights_with_nan_fails(tmp_path):
+    fit(Bad(3), output=tmp_path / "run")
+    with pytest.raises(TrainingError, match="was not finite in step 7"):
+        trainer(plugins=[NaNGuard()], output=tmp_path / "run", max_epochs=2).fit(
+            Net(), loader(), ckpt_path="last"
         )
-    kept = torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)
-    assert kept["epoch"] == 1
-    assert all(torch.isfinite(t).all() for t in kept["model"].values())

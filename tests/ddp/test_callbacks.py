@@ -134,9 +134,6 @@ def guard_and_average():
     """Rank 1's loss is NaN in the third step; weights are averaged."""
     found = {}
     for check in ("loss", "gradients"):
-        guard = NaNGuard("stop", check)
-        trainer = fit(Bad(), guard, log_every_n_steps=4)
-        found[f"stop {check}"] = (guard.reason, trainer.global_step)
         module = Bad()
         trainer = fit(module, NaNGuard("skip", check))
         found[f"skip {check}"] = (trainer.global_step, weights(module))
@@ -158,16 +155,6 @@ guarded = kept_by(guard_and_average)
 
 def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def test_nan_on_one_rank_stops_both_and_names_it(guarded):
-    for rank in guarded:
-        assert rank["stop loss"] == ("the loss was not finite in step 3, on rank 1.", 4)
-        # Gradients are reduced over ranks, so both ranks' contain the NaN.
-        assert rank["stop gradients"] == (
-            "the gradient of first.weight was not finite in step 3, on rank 0.",
-            4,
-        )
 
 
 def raise_on_nan():

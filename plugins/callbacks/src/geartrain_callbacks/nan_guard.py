@@ -11,18 +11,18 @@ from torch.optim import Optimizer
 from geartrain import Plan, Run, TrainingError, UsageError, hookimpl
 from geartrain.plugin_api import about_to_step
 from geartrain_callbacks.norms import norms_of
-from geartrain_callbacks.stopping import ends, say, stop_together
 
 #: In place of a step number: no bad step so far.
 _NEVER = 2**31 - 1
 
 
 class NaNGuard:
-    """Detect NaN and infinity in the loss, or in the gradients after their reduction over ranks.
+    """Fail or skip at NaN and infinity in the loss, or in the gradients after their reduction.
 
-    All ranks act together. With ``"stop"`` and ``"raise"`` the first bad step is recorded on the
-    device. The CPU reads it every ``log_every_n_steps`` steps and after each epoch, when it waits
-    for the device anyway. Until then training continues, with weights that NaN may have damaged.
+    All ranks act together. With ``"raise"`` the first bad step is recorded on the device. The CPU
+    reads it every ``log_every_n_steps`` steps, after each epoch and before each checkpoint, when it
+    waits for the device anyway. Until then training continues, with weights that NaN may have
+    damaged.
 
     With ``"skip"`` the result is needed before the optimizer steps, so the CPU waits for the
     device once a step, and several ranks agree in one small collective. A skipped step has no
@@ -30,24 +30,27 @@ class NaNGuard:
     ``skipped_nan_steps`` counts skipped steps per epoch. Changes made by forward (BatchNorm's
     statistics) remain.
 
+    With both, the run fails if a trained parameter is not finite after an epoch or when a
+    checkpoint is due. So a checkpoint never has such weights, and the newest one can be resumed.
+
     Args:
-        action: ``"stop"`` ends training, ``"raise"`` fails the run, ``"skip"`` leaves the step out.
+        action: ``"raise"`` fails the run, ``"skip"`` leaves the step out.
         check: ``"loss"`` or ``"gradients"``. ``"gradients"`` names the first bad parameter. It is
             refused with 16-mixed, whose scaler produces infinite gradients on purpose and skips
             those steps itself.
 
     Raises:
         UsageError: an option is wrong, or does not work with the precision or the optimizer.
-        TrainingError: with ``"raise"``, if a value was not finite.
+        TrainingError: a value was not finite.
     """
 
     def __init__(
         self,
-        action: Literal["stop", "skip", "raise"] = "stop",
+        action: Literal["raise", "skip"] = "raise",
         check: Literal["loss", "gradients"] = "loss",
     ) -> None:
         for name, value, known in (
-            ("action", action, ("stop", "skip", "raise")),
+            ("action", action, ("raise", "skip")),
             ("check", check, ("loss", "gradients")),
         ):
             if value not in known:
@@ -74,7 +77,7 @@ class NaNGuard:
         if self.action == "skip" and run.needs_closure:
             raise UsageError(
                 "geartrain-callbacks[nan_guard] cannot skip steps of an optimizer that needs "
-                "a closure. Fix: action='stop' or 'raise'"
+                "a closure. Fix: action='raise'"
             )
 
     @hookimpl
@@ -119,13 +122,17 @@ class NaNGuard:
             if self._drop:
                 self._count(run, 1)
             self._first, self._drop = {}, False
-        elif run.step % run.plan.options.log_every_n_steps == 0 and self._look(run):
-            run.should_stop = True  # on every rank; the flush comes next
+        elif run.step % run.plan.options.log_every_n_steps == 0:
+            self._raise_if_bad(run)
 
     @hookimpl
     def on_epoch_end(self, run: Run) -> None:
-        if self.action != "skip" and self._look(run):
-            stop_together(run)
+        self._raise_if_bad(run, self._bad_parameter(run))
+
+    @hookimpl(wrapper=True)
+    def save_checkpoint(self, run: Run) -> Generator[None, Any, Any]:
+        self._raise_if_bad(run, self._bad_parameter(run))
+        return (yield)
 
     def _note(self, run: Run, names: tuple[str, ...], values: torch.Tensor) -> None:
         """Record, on the device, the first step in which ``values`` (``[len(names)]``) are bad."""
@@ -147,33 +154,46 @@ class NaNGuard:
         bad = any(bool((first < _NEVER).any()) for first in self._first.values())
         return any(flag for flag, _ in self._gather_flags(run, bad, _NEVER))
 
-    def _look(self, run: Run) -> bool:
-        """Read the records, agree with the other ranks, and act once. The CPU waits here."""
-        if self.reason:
-            return False
-        read = [
+    def _bad_parameter(self, run: Run) -> str:
+        """Return the first trained parameter that is not finite; empty if all are finite."""
+        trained = {n: p.detach() for n, p in run.module.named_parameters() if p.requires_grad}
+        trained = {name: parameter for name, parameter in trained.items() if parameter.numel()}
+        if not trained:
+            return ""
+        finite = torch.isfinite(norms_of(list(trained.values()), float("inf"))).tolist()
+        bad = next((name for name, good in zip(trained, finite, strict=True) if not good), "")
+        return bad and f"the parameter {bad}"
+
+    def _raise_if_bad(self, run: Run, parameter: str = "") -> None:
+        """Read the records, agree with the other ranks, and fail on all. The CPU waits here.
+
+        Args:
+            parameter: a parameter that is not finite, for a step that has no other reason.
+
+        Raises:
+            TrainingError: a value was not finite on some rank.
+        """
+        found = [
             (step, name)
             for names, first in self._first.items()
             for step, name in zip(first.tolist(), names, strict=True)
         ]
-        step, where = min(read, key=lambda one: one[0], default=(_NEVER, ""))
+        step, name = min(found, key=lambda record: record[0], default=(_NEVER, ""))
+        where = name if self.check == "loss" else f"the gradient of {name}"
+        if step == _NEVER and parameter:
+            step, where = run.step, parameter
         flags = self._gather_flags(run, step < _NEVER, step)
         bad = [(when, rank) for rank, (flag, when) in enumerate(flags) if flag]
         if not bad:
-            return False
+            return
         when, rank = min(bad)
         if run.world.size > 1:
             where = run.hooks.broadcast(run=run, obj=where, src=rank)
-        what = where if self.check == "loss" else f"the gradient of {where}"
-        self.reason = f"{what} was not finite in step {when}, on rank {rank}."
-        if self.action == "raise":
-            raise TrainingError(
-                f"geartrain-callbacks[nan_guard]: {self.reason} "
-                "Fix: lower the learning rate, clip gradients, or look at that batch"
-            )
-        if not run.should_stop:  # while training waits for min_epochs, it was said
-            say(run, f"nan_guard: {self.reason} {ends(run)}")
-        return True
+        self.reason = f"{where} was not finite in step {when}, on rank {rank}."
+        raise TrainingError(
+            f"geartrain-callbacks[nan_guard]: {self.reason} "
+            "Fix: lower the learning rate, clip gradients, or look at that batch"
+        )
 
     def _gather_flags(self, run: Run, flag: bool, step: int) -> list[tuple[bool, int]]:
         """Return the flag and the step of each rank."""
