@@ -29,6 +29,7 @@ class Apart(Net):
         super().__init__(**options)
         torch.manual_seed(rank)
         self.last.reset_parameters()
+        self.register_buffer("mask", torch.rand(3), persistent=False)
 
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
@@ -45,7 +46,8 @@ class Apart(Net):
 
 
 def weights(module):
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
+    tensors = (*module.parameters(), *module.buffers())
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
 for kind in ("sgd", "adam", "adam of rank 1"):

@@ -73,8 +73,10 @@ def fit_validate_and_test():
     with torch.random.fork_rng():
         torch.manual_seed(trainer.global_rank)
         other.last.reset_parameters()
+        other.register_buffer("mask", torch.rand(3), persistent=False)
     found["of other weights"] = ddp().validate(other, val)
     found["other weights"] = other.last.weight.detach().clone()
+    found["other mask"] = other.mask
     found["group is left"] = dist.is_initialized()
     return found
 
@@ -222,6 +224,7 @@ def test_an_overridden_hook_is_called_once_per_process_and_run(one_script):
 def test_evaluation_without_training_has_rank_0s_weights_everywhere(one_script):
     first, second = one_script
     assert torch.equal(first["other weights"], second["other weights"])
+    assert torch.equal(first["other mask"], second["other mask"])
     assert first["of other weights"] == second["of other weights"]
 
 

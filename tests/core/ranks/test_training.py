@@ -81,12 +81,40 @@ def test_ranks_with_different_models_are_refused_with_the_difference():
                 self.last = nn.Linear(8, 1, bias=False)
 
     trainer, strategy = on_threads()
-    with pytest.raises(gt.TrainingError, match="another rank differs from rank 0; see its log"):
+    with pytest.raises(gt.TrainingError, match="rank 1 differs from rank 0; see its log"):
         trainer.fit(Differs(), DataLoader(samples(), batch_size=4))
     assert (
         "rank 1 differs from rank 0 in parameters: last.bias is [1, True] there and None here"
         in str(strategy.errors[1])
     )
+
+
+def test_ranks_start_with_the_buffers_of_rank_0_also_those_that_no_checkpoint_has():
+    class Masked(Net):
+        def setup(self, stage):
+            self.register_buffer("mask", torch.full((2,), self.global_rank), persistent=False)
+
+        def on_train_start(self):
+            self.trained_with = self.mask.clone()
+
+    trainer, strategy = on_threads()
+    trainer.fit(Masked(), DataLoader(samples(), batch_size=4))
+    assert strategy.runs[1].module.trained_with.tolist() == [0, 0]
+
+
+def test_ranks_whose_buffers_have_different_shapes_are_refused():
+    class Masked(Net):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mask", torch.zeros(3), persistent=False)
+
+        def setup(self, stage):
+            self.mask = torch.zeros(3 + self.global_rank)
+
+    trainer, strategy = on_threads()
+    with pytest.raises(gt.TrainingError, match="rank 1 differs from rank 0; see its log"):
+        trainer.validate(Masked(), DataLoader(samples(), batch_size=4))
+    assert "in buffers: mask is [3] there and [4] here" in str(strategy.errors[1])
 
 
 def test_an_output_on_some_ranks_is_refused(tmp_path):
@@ -98,7 +126,7 @@ def test_an_output_on_some_ranks_is_refused(tmp_path):
                 self.trainer.run.output = None
 
     trainer, strategy = on_threads(output=tmp_path / "run")
-    with pytest.raises(gt.TrainingError, match="another rank differs from rank 0"):
+    with pytest.raises(gt.TrainingError, match="rank 1 differs from rank 0"):
         trainer.fit(Forgets(), DataLoader(samples(), batch_size=4))
     assert "rank 1 differs from rank 0 in --output: 'a folder' there and 'no folder' here" in str(
         strategy.errors[1]

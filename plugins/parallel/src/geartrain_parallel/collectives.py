@@ -74,12 +74,12 @@ def broadcast_weights(run: Run, model: nn.Module) -> None:
     Ranks that start with different weights would keep different weights, without an error.
     """
     group(run)
-    for tensor in model.state_dict(keep_vars=True).values():
-        if isinstance(tensor, torch.Tensor):
-            same = tensor.detach().contiguous()
-            dist.broadcast(same, src=0)
-            if same.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(same)
+    # Not state_dict(), which lacks the buffers that are not persistent.
+    for tensor in (*model.parameters(), *model.buffers()):
+        same = tensor.detach().contiguous()
+        dist.broadcast(same, src=0)
+        if same.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(same)
 
 
 @torch.no_grad()

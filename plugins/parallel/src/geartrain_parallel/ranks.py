@@ -42,6 +42,7 @@ class SeveralRanks(OneRank):
             # Nodes may have different folders. A rank without one would not save with the others.
             "--output": "no folder" if run.output is None else "a folder",
             "parameters": parameters,
+            "buffers": {name: [*buffer.shape] for name, buffer in run.module.named_buffers()},
         }
         first = run.hooks.broadcast(run=run, obj=mine, src=0)
         odd = [
@@ -49,11 +50,12 @@ class SeveralRanks(OneRank):
             for what in mine
             if first[what] != mine[what]
         ]
-        if run.hooks.log_sync(run=run, values=torch.tensor([len(odd)], dtype=torch.float64)).any():
+        table = run.hooks.log_sync(run=run, values=torch.tensor([len(odd)], dtype=torch.float64))
+        if table.any():
             raise TrainingError(
                 f"rank {run.world.rank} differs from rank 0 in {'; '.join(odd)}"
                 if odd
-                else "another rank differs from rank 0; see its log"
+                else f"rank {int(table[:, 0].nonzero()[0])} differs from rank 0; see its log"
             )
 
     def count_batches(self, run: Run, name: str, stage: Stage) -> Stage:

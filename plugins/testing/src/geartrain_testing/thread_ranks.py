@@ -110,11 +110,7 @@ class ThreadRanks:
 
     @hookimpl
     def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
-        mine = [
-            tensor.detach()
-            for tensor in model.state_dict(keep_vars=True).values()
-            if isinstance(tensor, torch.Tensor)
-        ]
+        mine = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
         for tensor, first in zip(
             mine,
             self._exchange(run, "wrap_model", [tensor.clone() for tensor in mine])[0],
