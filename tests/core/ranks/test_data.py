@@ -109,6 +109,19 @@ def test_training_loaders_of_different_lengths_are_refused():
         trainer.fit(Unequal())
 
 
+def test_ranks_with_other_numbers_of_loaders_are_refused():
+    class OnRank0(Net):
+        def val_dataloader(self):
+            return DataLoader(samples(), batch_size=4) if self.trainer.is_global_zero else None
+
+    trainer, _ = on_threads()
+    with pytest.raises(
+        gt.TrainingError,
+        match=r"validate: the ranks have \[1, 0\] loaders, rank by rank. Fix",
+    ):
+        trainer.fit(OnRank0(), DataLoader(samples(), batch_size=4))
+
+
 class Sees(Net):
     """Records the numbers that it trained on in each epoch."""
 

@@ -133,6 +133,29 @@ def test_an_output_on_some_ranks_is_refused(tmp_path):
     )
 
 
+def test_predictions_kept_on_some_ranks_are_refused():
+    class Drops(Net):
+        def setup(self, stage):
+            if self.global_rank:
+                self.trainer.return_predictions = False
+
+    trainer, strategy = on_threads()
+    with pytest.raises(gt.TrainingError, match="rank 1 differs from rank 0"):
+        trainer.predict(Drops(), DataLoader(samples(), batch_size=4))
+    assert "in return_predictions: None there and False here" in str(strategy.errors[1])
+
+
+def test_a_buffer_may_be_registered_on_one_rank_alone():
+    class Lazy(Net):
+        def on_train_start(self):
+            if self.trainer.is_global_zero:
+                self.register_buffer("mask", torch.ones(2))
+
+    trainer, strategy = on_threads()
+    trainer.fit(Lazy(), DataLoader(samples(), batch_size=4))
+    assert [run.step for run in strategy.runs] == [6, 6]
+
+
 def test_lbfgs_takes_the_mean_of_the_ranks_losses():
     """Its line search uses the loss: with each rank's own, ranks would diverge."""
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from geartrain.module.nested import map_tensors, with_tensors
+from geartrain.module.nested import map_tensors
 
 if TYPE_CHECKING:
-    import torch
-
     from geartrain.loop.run import Run, Stage
     from geartrain.metrics.local import LocalMetric, MetricOptions
 
@@ -30,6 +28,9 @@ class OneRank:
         Raises:
             TrainingError: ranks differ; it names the difference and the ranks.
         """
+
+    def check_loaders(self, run: Run, stage: str, count: int) -> None:
+        """Refuse ranks with different numbers of loaders; their collectives would not match."""
 
     def count_batches(self, run: Run, name: str, stage: Stage) -> Stage:
         """Return a stage with the numbers of batches of all ranks, from this rank's stage.
@@ -70,29 +71,9 @@ class OneRank:
         """Return all ranks' states, in order, on rank 0; on other ranks only their own."""
         return [mine]
 
-    def gather(
-        self,
-        run: Run,
-        data: Any,
-        sync_grads: bool = False,
-        function: Callable[[Any], Any] = lambda gathered: gathered,
-    ) -> Any:
-        """Gather nested data as :meth:`geartrain.Module.all_gather` does.
-
-        Args:
-            function: is called with each tensor that is gathered, or the list of the ranks'.
-        """
-        tensors: list[torch.Tensor] = []
-        data = with_tensors(data, run.device)
-        map_tensors(data, tensors.append)
-        gathered = iter(self.gather_tensors(run, tensors, sync_grads))
-        return map_tensors(data, lambda _: function(next(gathered)))
-
-    def gather_tensors(
-        self, run: Run, tensors: list[torch.Tensor], sync_grads: bool
-    ) -> Iterable[torch.Tensor | list[torch.Tensor]]:
-        """Return each tensor of all ranks, with gradients if ``sync_grads``."""
-        return [run.hooks.all_gather(run=run, tensor=tensor) for tensor in tensors]
+    def gather(self, run: Run, data: Any, sync_grads: bool = False) -> Any:
+        """Gather tensors and numbers as :meth:`geartrain.Module.all_gather` does."""
+        return map_tensors(data, lambda t: run.hooks.all_gather(run=run, tensor=t), run.device)
 
     def reduce(
         self, run: Run, metrics: Mapping[str, LocalMetric]

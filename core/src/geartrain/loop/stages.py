@@ -48,6 +48,7 @@ def set_up_loaders(run: Run) -> None:
     for stage in _STAGES[run.command]:
         limit = run.plan.options.limit(stage)
         loaders = [] if limit == 0 else source.loaders(stage, run.module)
+        run.ranks.check_loaders(run, stage, len(loaders))
         is_optional = stage == "validate" and run.command == "fit"
         validates = callable(getattr(run.module, "validation_step", None))
         if is_optional and loaders and not validates:

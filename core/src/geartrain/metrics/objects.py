@@ -58,10 +58,7 @@ class MetricLibrary(Protocol):
 
 
 def libraries() -> dict[str, MetricLibrary]:
-    """Return the imported libraries that an installed distribution knows, by name.
-
-    Ranks may import different ones: no collective may depend on this.
-    """
+    """Return the imported libraries, by name; decide no collective by it: ranks may differ."""
     return {name: _load(name) for name in _declared() if name in sys.modules}
 
 
@@ -81,7 +78,7 @@ def refuse_unknown(name: str, value: nn.Module) -> None:
     Raises:
         TrainingError: it is one; the message ends in the ``pip install`` line.
     """
-    if any(base.__module__.partition(".")[0] == "torchmetrics" for base in type(value).__mro__):
+    if _is_of_torchmetrics(value):
         raise TrainingError(
             f"self.log({name!r}): {type(value).__name__} is an object of torchmetrics. "
             "Fix: pip install geartrain-torchmetrics"
@@ -93,16 +90,17 @@ def warn_of_unknown(module: nn.Module) -> None:
 
     Checkpoints leave such objects out.
     """
-    if "torchmetrics" in sys.modules and "torchmetrics" not in _declared():
-        for name, part in module.named_modules():
-            if type(part).__module__.partition(".")[0] == "torchmetrics":
-                warnings.warn(
-                    f"{type(module).__name__}.{name} is an object of torchmetrics: a run that "
-                    "resumes within an epoch starts it from scratch. "
-                    "Fix: pip install geartrain-torchmetrics",
-                    stacklevel=2,
-                )
-                return
+    modules = () if "torchmetrics" in _declared() else module.named_modules()
+    if name := next((name for name, part in modules if _is_of_torchmetrics(part)), None):
+        warnings.warn(
+            f"{type(module).__name__}.{name} is an object of torchmetrics: a run that resumes "
+            "within an epoch starts it from scratch. Fix: pip install geartrain-torchmetrics",
+            stacklevel=2,
+        )
+
+
+def _is_of_torchmetrics(value: Any) -> bool:
+    return any(base.__module__.partition(".")[0] == "torchmetrics" for base in type(value).__mro__)
 
 
 @cache

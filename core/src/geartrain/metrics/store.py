@@ -280,11 +280,7 @@ class MetricStore:
             self._put(name, spec, "_epoch", value, self._run.step)
 
     def _epoch_values(self) -> dict[str, float]:
-        """Return the values of the metrics logged ``on_epoch``, reduced, by name.
-
-        Ranks agree on the logged objects too, and then compute them in one order. A rank that did
-        not log an object gets it here, to take part and to reset it.
-        """
+        """Return the metrics logged ``on_epoch``; ranks agree on the objects that all compute."""
         self.flush()
         shares: dict[str, LocalMetric] = {}
         for name, m in self._metrics.items():

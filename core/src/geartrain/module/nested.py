@@ -14,21 +14,19 @@ import torch
 _PLAIN = (bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 
 
-def map_tensors(data: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+def map_tensors(
+    data: Any, function: Callable[[torch.Tensor], Any], device: torch.device | None = None
+) -> Any:
     """Return ``data`` with ``function`` applied to every tensor in it.
 
     Lists, tuples, named tuples, mappings and dataclasses keep their form; the rest is not changed.
+    With ``device`` each number is a tensor on it.
     """
+    if device is not None and isinstance(data, bool | int | float):
+        data = torch.tensor(data, device=device)
     if isinstance(data, torch.Tensor):
         return function(data)
-    return map_nested(data, lambda item: map_tensors(item, function))
-
-
-def with_tensors(data: Any, device: torch.device) -> Any:
-    """Return ``data`` with each number in it as a tensor on ``device``."""
-    if isinstance(data, bool | int | float):
-        return torch.tensor(data, device=device)
-    return map_nested(data, lambda item: with_tensors(item, device))
+    return map_nested(data, lambda item: map_tensors(item, function, device))
 
 
 def move(batch: Any, device: torch.device) -> Any:

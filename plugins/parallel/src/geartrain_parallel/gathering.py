@@ -44,7 +44,7 @@ def gather(
         warnings.warn(
             "all_gather: a tensor requires gradients, and the result has none. "
             "Fix: sync_grads=True to train on it, or .detach() the tensor",
-            stacklevel=5,
+            stacklevel=4,
         )
     return [
         _with_gradients(run, tensor) if wanted else run.hooks.all_gather(run=run, tensor=tensor)

@@ -11,7 +11,14 @@ from typing import Any
 import torch
 
 from geartrain import Run, TrainingError
-from geartrain.plugin_api import LocalMetric, MetricOptions, OneRank, Stage, libraries
+from geartrain.plugin_api import (
+    LocalMetric,
+    MetricOptions,
+    OneRank,
+    Stage,
+    libraries,
+    map_tensors,
+)
 from geartrain_parallel import gathering, metrics as metrics_of_ranks, predictions
 from geartrain_parallel.uneven_inputs import (
     is_sure,
@@ -41,6 +48,7 @@ class SeveralRanks(OneRank):
             "the checkpoint": checkpoint,
             # Nodes may have different folders. A rank without one would not save with the others.
             "--output": "no folder" if run.output is None else "a folder",
+            "return_predictions": getattr(run.trainer, "return_predictions", None),
             "parameters": parameters,
             "buffers": {name: [*buffer.shape] for name, buffer in run.module.named_buffers()},
         }
@@ -56,6 +64,15 @@ class SeveralRanks(OneRank):
                 f"rank {run.world.rank} differs from rank 0 in {'; '.join(odd)}"
                 if odd
                 else f"rank {int(table[:, 0].nonzero()[0])} differs from rank 0; see its log"
+            )
+
+    def check_loaders(self, run: Run, stage: str, count: int) -> None:
+        mine = torch.tensor([count], dtype=torch.float64)
+        counts = [int(n) for n in run.hooks.log_sync(run=run, values=mine)[:, 0]]
+        if len(set(counts)) > 1:
+            raise TrainingError(
+                f"{stage}: the ranks have {counts} loaders, rank by rank. "
+                "Fix: return the same loaders on every rank; geartrain shards them"
             )
 
     def count_batches(self, run: Run, name: str, stage: Stage) -> Stage:
@@ -111,14 +128,13 @@ class SeveralRanks(OneRank):
         return None if weight is None else float(total.sum())
 
     def broadcast_buffers(self, run: Run) -> None:
-        buffers = list(run.module.buffers())
-        if not buffers:
-            return
-        mine = [buffer.cpu() for buffer in buffers] if run.world.rank == 0 else None
-        for buffer, first in zip(
-            buffers, run.hooks.broadcast(run=run, obj=mine, src=0), strict=True
-        ):
-            buffer.copy_(first)
+        # Also without buffers: a module may register them on some ranks only.
+        buffers, mine = dict(run.module.named_buffers()), None
+        if run.world.rank == 0:
+            mine = {name: buffer.cpu() for name, buffer in buffers.items()}
+        first = run.hooks.broadcast(run=run, obj=mine, src=0)
+        for name in first.keys() & buffers.keys():
+            buffers[name].copy_(first[name])
 
     def outputs(self, run: Run, mine: list[Any], loader: Any) -> list[Any]:
         return predictions.from_all_ranks(run, mine, loader)
@@ -133,10 +149,11 @@ class SeveralRanks(OneRank):
                 ranks.append(theirs)
         return ranks
 
-    def gather_tensors(
-        self, run: Run, tensors: list[torch.Tensor], sync_grads: bool
-    ) -> list[torch.Tensor | list[torch.Tensor]]:
-        return gathering.gather(run, tensors, sync_grads)
+    def gather(self, run: Run, data: Any, sync_grads: bool = False) -> Any:
+        tensors: list[torch.Tensor] = []
+        map_tensors(data, tensors.append, run.device)
+        gathered = iter(gathering.gather(run, tensors, sync_grads))
+        return map_tensors(data, lambda _: next(gathered), run.device)
 
     def reduce(
         self, run: Run, metrics: Mapping[str, LocalMetric]

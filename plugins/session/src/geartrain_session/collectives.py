@@ -40,16 +40,19 @@ def all_reduce(run: Run, data: Any, reduce_op: str) -> Any:
         raise UsageError(
             f"all_reduce: reduce_op={reduce_op!r}. Fix: use one of {', '.join(_REDUCTIONS)}"
         )
+    tensors: list[torch.Tensor] = []
+    map_tensors(data, lambda tensor: tensors.append(tensor.detach()), run.device)
+    reduced = (_reduce(gathered, reduce_op) for gathered in run.ranks.gather(run, tensors))
+    return map_tensors(data, lambda _: next(reduced), run.device)
 
-    def reduce(gathered: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
-        if isinstance(gathered, list):
-            raise TrainingError(
-                f"all_reduce: ranks have the shapes {[list(part.shape) for part in gathered]}. "
-                "Fix: use the same shape on every rank, or all_gather"
-            )
-        return _REDUCTIONS[reduce_op](gathered)
 
-    return run.ranks.gather(run, map_tensors(data, torch.Tensor.detach), function=reduce)
+def _reduce(gathered: torch.Tensor | list[torch.Tensor], reduce_op: str) -> torch.Tensor:
+    if isinstance(gathered, list):
+        raise TrainingError(
+            f"all_reduce: ranks have the shapes {[list(part.shape) for part in gathered]}. "
+            "Fix: use the same shape on every rank, or all_gather"
+        )
+    return _REDUCTIONS[reduce_op](gathered)
 
 
 def mean_of_metrics(run: Run, values: Mapping[str, float]) -> Mapping[str, float]:
