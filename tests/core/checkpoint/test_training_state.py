@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import os
 import random
 import re
 import shutil
@@ -752,6 +753,20 @@ def test_auto_trains_nothing_after_the_end(tmp_path, ending):
     assert torch.equal(torch.get_rng_state(), state)
     assert (tmp_path / "run" / "last.ckpt").read_bytes() == saved
     same.validate(same.run.module, DataLoader(samples(9), batch_size=4))
+
+
+def test_after_a_kill_between_two_last_checkpoints_both_are_of_the_end(tmp_path):
+    last = tmp_path / "run" / "last.ckpt"
+    for epochs in (1, 2):  # the second fit is killed before it saves last.ckpt
+        before = last.read_bytes() if last.exists() else b""
+        plugin = ModelCheckpoint(save_last=True)
+        whole, _ = train(tmp_path, epochs=epochs, path="auto", plugins=[plugin], steps=False)
+    last.write_bytes(before)
+    os.utime(last, (0, 0))
+    plugin = ModelCheckpoint(save_last=True)
+    same, _ = train(tmp_path, epochs=2, path="auto", plugins=[plugin], steps=False)
+    assert_equal(same.run.module, whole.run.module)
+    assert torch.load(last, weights_only=True)["epoch"] == 2
 
 
 def test_early_stopping_with_more_patience_continues_after_its_end(tmp_path):

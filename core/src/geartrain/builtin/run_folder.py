@@ -125,6 +125,11 @@ class RunFolder:
 
     @hookimpl
     def on_run_end(self, run: Run) -> None:
+        source = run.resumed.path if self._metrics is not None and run.resumed is not None else None
+        if source is not None and source != self.path / LAST and source.is_file():
+            # Nothing was trained: a kill came between a plugin's last checkpoint and this one.
+            with replacing(self.path / LAST) as file:
+                file.write(source.read_bytes())
         self._close(run, {"status": "done"})
 
     @hookimpl(wrapper=True)
