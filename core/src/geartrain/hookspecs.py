@@ -288,7 +288,7 @@ def log_sync(run: Run, values: torch.Tensor) -> torch.Tensor:
 def all_gather(run: Run, tensor: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
     """Gather a tensor from every rank.
 
-    Fired: by ``self.all_gather`` in the module.
+    Fired: by ``self.all_gather`` in the module; with ``sync_grads`` in its backward, too.
     Arguments: ``tensor``, of any shape; only the first dimension may differ between ranks.
     Returns: ``[world_size, *tensor.shape]``, or a list with one tensor per rank if the first
         dimensions differ.
