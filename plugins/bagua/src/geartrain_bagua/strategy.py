@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from geartrain import Module, Plan, Run, UsageError, World, hookimpl
-from geartrain.parallel import ProcessGroupStrategy
+from geartrain.parallel import ProcessGroupStrategy, announce_reduction
 from geartrain.plugin_api import load_optimizer, map_tensors
 from geartrain_bagua import environment
 from geartrain_bagua.algorithm import Algorithm, Context
@@ -240,6 +240,7 @@ class BaguaStrategy(DDPStrategy):
                 used = [parameter.grad is not None for parameter in parameters]
                 self.average_gradients(run, parameters, used)
             return
+        announce_reduction(run)
         if self._reducer is not None:
             self._reducer.finish()
         self.algorithm.end_backward()

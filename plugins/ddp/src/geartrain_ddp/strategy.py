@@ -5,8 +5,9 @@ DistributedDataParallel: Li et al. 2020, https://arxiv.org/abs/2006.15704
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -16,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from geartrain import Plan, Run, UsageError, World, hookimpl
-from geartrain.parallel import ProcessGroupStrategy, name_absent_ranks
+from geartrain import Plan, Run, TrainingError, UsageError, World, hookimpl
+from geartrain.parallel import ProcessGroupStrategy, announce_reduction, name_absent_ranks
 from geartrain_ddp import hookspecs
 
 _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
@@ -86,9 +87,7 @@ class DDPStrategy(ProcessGroupStrategy):
 
     def configure_ddp(self, run: Run, model: nn.Module) -> nn.Module:
         """Wrap the model, which is on its device; called once per process and run."""
-        ddp = DistributedDataParallel(
-            model, device_ids=self.ddp_device_ids(run), **self.ddp_options
-        )
+        ddp = _Model(run, model, device_ids=self.ddp_device_ids(run), **self.ddp_options)
         if run.hooks.implementers("reduce_bucket"):
             # A lambda, because DDP compares annotations with types, but here they are strings.
             ddp.register_comm_hook(
@@ -176,9 +175,70 @@ class DDPStrategy(ProcessGroupStrategy):
         context: AbstractContextManager[Any] = run.model.no_sync()
         return context
 
+    @hookimpl(wrapper=True)
+    def backward(self, run: Run) -> Generator[None, Any, Any]:
+        model = run.model
+        if isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync:
+            announce_reduction(run)
+        return (yield)
+
     @hookimpl
-    def reduce_gradients(self) -> None:
-        """Do nothing: DDP reduced the gradients during backward."""
+    def reduce_gradients(self, run: Run) -> None:
+        """Check that each parameter has a gradient; DDP reduced them during backward.
+
+        Raises:
+            TrainingError: a parameter has none; DDP would wait for it, and fail at the next step.
+        """
+        if run.mode == "automatic" and isinstance(run.model, _Model):
+            run.model.check_gradients()
+
+
+class _Model(DistributedDataParallel):
+    """DDP whose errors name the parameters that a step did not use.
+
+    Args:
+        run: this rank's run.
+        model: the model on its device.
+        options: DDP's.
+    """
+
+    def __init__(self, run: Run, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        self._of_rank = f"{run.plan.strategy.label}: rank {run.world.rank}"
+        self._names = [
+            (name.removeprefix("module."), parameter)
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        ]
+        self._checked = [] if self.find_unused_parameters or self.static_graph else self._names
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().forward(*args, **options)
+        except RuntimeError as error:
+            found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            if found is None:
+                raise
+            raise self._unused([self._names[int(i)][0] for i in found[1].split()]) from error
+
+    def check_gradients(self) -> None:
+        """Raise if a parameter has no gradient after backward.
+
+        The other ranks may wait for it. torch would raise in the next step, if there is one.
+
+        Raises:
+            TrainingError: with the names of the parameters.
+        """
+        # A list of gradients first: 40 ns for each parameter.
+        if None in [parameter.grad for _, parameter in self._checked]:
+            raise self._unused([name for name, p in self._checked if p.grad is None])
+
+    def _unused(self, names: list[str]) -> TrainingError:
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        return TrainingError(
+            f"{self._of_rank} did not use these parameters in a step: {', '.join(names[:5])}{more}."
+            " Fix: --strategy.find_unused_parameters true"
+        )
 
 
 def _default_backend(accelerator: str) -> str:

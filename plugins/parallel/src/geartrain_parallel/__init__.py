@@ -12,6 +12,7 @@
 - ``Supervisor``, ``RankHandle``, ``Failure``, ``Patience``: watch the ranks that a strategy has
   started, decide which failed first, and end the others; ``is_connection``: true for an error that
   only says that another rank has gone.
+- ``announce_reduction``: tell ranks that wait elsewhere that this rank reduces gradients.
 - ``shard``, ``gather_uneven``, ``average_gradients``, ``broadcast_weights``, ``broadcast_object``,
   ``name_absent_ranks``: data and collectives on torch.distributed; ``refuse_unequal``: refuse
   tensors that ``all_gather`` cannot combine.
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         refuse_unequal,
     )
     from geartrain_parallel.failures import Failure, is_connection
+    from geartrain_parallel.headers import announce_reduction
     from geartrain_parallel.launching import join, launch, reserve, threads, variables
     from geartrain_parallel.patience import Patience
     from geartrain_parallel.ranks import SeveralRanks
@@ -58,6 +60,7 @@ _NAMES = {
         " refuse_unequal"
     ),
     "geartrain_parallel.failures": "Failure is_connection",
+    "geartrain_parallel.headers": "announce_reduction",
     "geartrain_parallel.launching": "join launch reserve threads variables",
     "geartrain_parallel.patience": "Patience",
     "geartrain_parallel.ranks": "SeveralRanks",
@@ -79,6 +82,7 @@ __all__ = [
     "RankHandle",
     "SeveralRanks",
     "Supervisor",
+    "announce_reduction",
     "average_gradients",
     "bootstrap",
     "broadcast_object",

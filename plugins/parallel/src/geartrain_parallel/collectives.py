@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import pickle
-import zlib
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from geartrain import TrainingError
+from geartrain_parallel import headers
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -41,6 +42,11 @@ def group(run: Run) -> None:
 def gather_values(run: Run, values: torch.Tensor) -> torch.Tensor:
     """Implement ``log_sync``: ``[n]`` on the CPU -> ``[world_size, n]`` on the CPU."""
     group(run)
+    few = len(values) * values.element_size() <= headers.CONTENT // 2
+    own = values.tolist() if few else None
+    rows = headers.meet(run, f"log_sync of {len(values)} numbers", own)
+    if few:
+        return torch.tensor(rows, dtype=values.dtype)
     mine = values.to(run.device)
     table = [torch.empty_like(mine) for _ in range(run.world.size)]
     dist.all_gather(table, mine)
@@ -54,15 +60,16 @@ def broadcast_object(run: Run, obj: Any, src: int) -> Any:
     """
     group(run)
     mine = run.world.rank == src
-    data = torch.empty(0, dtype=torch.uint8)
-    if mine:
-        data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-    size = torch.tensor([len(data)], device=run.device)
-    dist.broadcast(size, src)
-    if mine:
-        data = data.to(run.device)
-    else:
-        data = torch.empty(int(size), dtype=torch.uint8, device=run.device)
+    pickled = pickle.dumps(obj) if mine else b""
+    content = pickled if len(pickled) <= headers.CONTENT else len(pickled)
+    sent = headers.meet(run, f"broadcast from rank {src}", content)[src]
+    if isinstance(sent, bytes):
+        return obj if mine else pickle.loads(sent)
+    data = (
+        torch.frombuffer(bytearray(pickled), dtype=torch.uint8).to(run.device)
+        if mine
+        else torch.empty(sent, dtype=torch.uint8, device=run.device)
+    )
     dist.broadcast(data, src)
     data = data.cpu()
     return obj if mine else pickle.loads(ctypes.string_at(data.data_ptr(), len(data)))
@@ -105,6 +112,7 @@ def average_gradients(
         TrainingError: a gradient is sparse.
     """
     group(run)
+    headers.announce_reduction(run)
     named = torch.tensor(changed, dtype=torch.int32, device=run.device)
     dist.all_reduce(named, op=dist.ReduceOp.MAX)
     averaged = [
@@ -137,7 +145,7 @@ def average_gradients(
 def wait_for_all(run: Run) -> None:
     """Wait until every rank is here; this implements the hook ``barrier``."""
     group(run)
-    dist.barrier(device_ids=None if run.device.type == "cpu" else [run.device.index or 0])
+    headers.meet(run, "barrier")
 
 
 def gather_uneven(run: Run, tensor: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
@@ -155,26 +163,19 @@ def gather_uneven(run: Run, tensor: torch.Tensor) -> torch.Tensor | list[torch.T
     tensor = tensor.detach().to(run.device).contiguous()
     # Exchange sizes first, because unequal sizes make gloo call terminate(), which Python cannot
     # catch. The header has room for torch's maximum of 64 dimensions.
-    kind = zlib.crc32(str(tensor.dtype).encode())
-    shape = torch.tensor(
-        [tensor.ndim, *tensor.shape, *[0] * (64 - tensor.ndim), kind], device=run.device
-    )
-    shapes = [torch.empty_like(shape) for _ in range(run.world.size)]
-    dist.all_gather(shapes, shape)
-    sizes = [s.tolist() for s in shapes]
-    refuse_unequal(
-        [size[1 : 1 + size[0]] for size in sizes], [size[-1] for size in sizes], tensor.dtype
-    )
-    if tensor.ndim == 0 or len({size[1] for size in sizes}) == 1:
-        table = [torch.empty_like(tensor) for _ in sizes]
+    rows = headers.meet(run, "all_gather", (str(tensor.dtype), array("q", tensor.shape).tobytes()))
+    shapes = [array("q", shape).tolist() for _, shape in rows]
+    refuse_unequal(shapes, [dtype for dtype, _ in rows], tensor.dtype)
+    if tensor.ndim == 0 or len({shape[0] for shape in shapes}) == 1:
+        table = [torch.empty_like(tensor) for _ in shapes]
         dist.all_gather(table, tensor)
         return torch.stack(table)
-    longest = max(size[1] for size in sizes)
+    longest = max(shape[0] for shape in shapes)
     padded = tensor.new_zeros((longest, *tensor.shape[1:]))
     padded[: len(tensor)] = tensor
-    table = [torch.empty_like(padded) for _ in sizes]
+    table = [torch.empty_like(padded) for _ in shapes]
     dist.all_gather(table, padded)
-    return [part[: size[1]] for part, size in zip(table, sizes, strict=True)]
+    return [part[: shape[0]] for part, shape in zip(table, shapes, strict=True)]
 
 
 def refuse_unequal(

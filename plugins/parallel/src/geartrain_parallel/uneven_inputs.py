@@ -26,13 +26,22 @@ def is_sure(loader: Any) -> bool:
 
 
 def until_first_rank_is_done(run: Run, batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield batches to train on until a rank has run out, with one small collective per batch."""
-    iterator = iter(batches)
+    """Yield batches to train on until a rank has run out, with one small collective per batch.
+
+    Raises:
+        TrainingError: some ranks have no batch at all.
+    """
+    iterator, is_first = iter(batches), run.batch_idx == 0
     while True:
         batch = next(iterator, _OUT)
         out = _exhausted_ranks(run, batch is _OUT)
         if out:
             if len(out) < run.world.size:
+                if is_first:
+                    raise TrainingError(
+                        f"the training loaders of ranks {out} gave no batch, and the others' did. "
+                        "Fix: give each rank at least one batch in each epoch"
+                    )
                 warnings.warn(
                     f"the training loaders of ranks {out} have run out before the others': "
                     "the epoch ends on all ranks",
@@ -40,6 +49,7 @@ def until_first_rank_is_done(run: Run, batches: Iterable[Any]) -> Iterator[Any]:
                 )
             return
         yield batch
+        is_first = False
 
 
 def until_all_ranks_are_done(
