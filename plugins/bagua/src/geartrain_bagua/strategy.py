@@ -232,7 +232,7 @@ class BaguaStrategy(DDPStrategy):
         return self._reducer if last and self._reducer is not None else _NOTHING
 
     @hookimpl
-    def reduce_gradients(self, run: Run) -> None:  # type: ignore[override]
+    def reduce_gradients(self, run: Run) -> None:
         if self._channel is None:
             if run.mode == "session":
                 groups = [group for o in run.optimizers for group in o.param_groups]

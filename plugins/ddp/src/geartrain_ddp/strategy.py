@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from geartrain import Plan, Run, TrainingError, UsageError, World, hookimpl
 from geartrain.parallel import ProcessGroupStrategy, announce_reduction, name_absent_ranks
 from geartrain_ddp import hookspecs
+from geartrain_ddp.watchdog import limited
 
 _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -180,6 +181,9 @@ class DDPStrategy(ProcessGroupStrategy):
         model = run.model
         if isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync:
             announce_reduction(run)
+            if run.hooks.implementers("reduce_bucket"):
+                with limited(run, self.timeout.total_seconds()):
+                    return (yield)
         return (yield)
 
     @hookimpl
@@ -214,7 +218,7 @@ class _Model(DistributedDataParallel):
 
     def forward(self, *args: Any, **options: Any) -> Any:
         try:
-            return super().forward(*args, **options)
+            return super().forward(*args, **options)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
             if found is None:
