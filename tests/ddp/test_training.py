@@ -1,6 +1,7 @@
 """Two ranks of ddp train like one process; wrong options and models are refused."""
 
 import os
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader
 import geartrain as gt
 from geartrain import hookimpl
 from geartrain.parallel import ProcessGroupStrategy
+from geartrain_ddp import DDPStrategy
 from geartrain_testing.launching import until
 
 from .cases import CASES, Net, ddp, one_trainer, samples, train
@@ -87,6 +89,12 @@ def wait_for_a_late_rank():
         ddp(strategy_options={"timeout": 5}).fit(Late(), DataLoader(samples(), batch_size=4))
     finally:
         Path("given-up").touch()
+
+
+def test_the_timeout_may_be_a_timedelta():
+    assert DDPStrategy(timeout=timedelta(seconds=5)).timeout == DDPStrategy(timeout=5).timeout
+    with pytest.raises(gt.UsageError, match=r"timeout=0\.0 must be above 0"):
+        DDPStrategy(timeout=timedelta(0))
 
 
 def test_a_rank_waits_no_longer_than_the_strategys_timeout(tmp_path):

@@ -54,6 +54,12 @@ def test_loaders_are_made_in_each_nth_epoch(every, made):
     assert net.made == net.validated == made
 
 
+@pytest.mark.parametrize(("every", "made"), [(1, [0, 2, 5]), (2, [0, 2, 4])])
+def test_no_loader_is_made_to_validate_if_no_validation_comes_before_the_next(every, made):
+    net = fit(every=every, max_epochs=6, check_val_every_n_epoch=3)
+    assert net.validated == made
+
+
 @pytest.mark.parametrize("strategy", ["single", ThreadRanks(2)])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_an_epoch_has_the_batches_of_its_loader(strategy, accumulate):

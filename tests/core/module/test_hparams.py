@@ -52,6 +52,23 @@ def test_an_object_is_kept_only_on_request():
     assert Some().hparams == {"lr": 0.1}
 
 
+def test_an_argument_that_is_assigned_again_is_kept_as_it_is_at_the_call():
+    class Base(gt.Module):
+        def __init__(self, hidden=None, lr=0.1):
+            super().__init__()
+            hidden = hidden or 32
+            self.save_hyperparameters()
+            lr = 0.5  # noqa: F841
+
+    class Heir(Base):
+        def __init__(self, depth=0, **kwargs):
+            depth += 1
+            super().__init__(**kwargs)
+
+    assert Base().hparams == {"hidden": 32, "lr": 0.1}
+    assert Heir(lr=0.2).hparams == {"depth": 1, "lr": 0.2, "hidden": 32}
+
+
 def test_an_unknown_name_is_an_error():
     class Wrong(gt.Module):
         def __init__(self, lr=0.1):

@@ -83,6 +83,13 @@ def test_every_public_name_resolves_in_a_fresh_interpreter():
     )
 
 
+@pytest.mark.parametrize("module", ["callbacks", "tuning", "testing", "parallel"])
+def test_all_names_of_a_distribution_can_be_imported(module):
+    namespace = {}
+    exec(f"from geartrain.{module} import *", namespace)
+    assert namespace.keys() >= {*importlib.import_module(f"geartrain.{module}").__all__}
+
+
 def test_lightnings_names_are_the_same_classes():
     assert geartrain.LightningModule is geartrain.Module
     assert geartrain.LightningDataModule is geartrain.DataModule

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 _STAGES = {"fit": ("train", "validate")} | {s: (s,) for s in ("validate", "test", "predict")}
 
 
-def set_up_loaders(run: Run) -> None:
-    """Make the loaders of each stage of the command, with this rank's part of their samples.
+def set_up_loaders(run: Run, stages: Sequence[str] | None = None) -> None:
+    """Make the loaders of the command's stages, or of some, with this rank's part of the samples.
 
     Raises:
         TrainingError: a loader is empty, or ranks have different training loaders.
         UsageError: a stage has no loader, or loaders that cannot be used.
     """
     source = run.source
-    for stage in _STAGES[run.command]:
+    for stage in stages or _STAGES[run.command]:
         limit = run.plan.options.limit(stage)
         loaders = [] if limit == 0 else source.loaders(stage, run.module)
         run.ranks.check_loaders(run, stage, len(loaders))
@@ -116,11 +116,14 @@ def begin_epoch(run: Run) -> None:
 
 
 def _make_again(run: Run, epoch: int) -> None:
-    """Make the loaders of training and validation as those of ``epoch``."""
+    """Make the loaders as those of ``epoch``; to validate, if that comes before the next ones."""
+    options = run.plan.options
+    every, end = options.check_val_every_n_epoch, epoch + options.reload_dataloaders_every_n_epochs
+    validates = every is None or end // every > epoch // every
     end_all_workers(run)
     now, before = run.epoch, {name: stage.loaders for name, stage in run.stages.items()}
     run.epoch = epoch  # the methods may read trainer.current_epoch
-    set_up_loaders(run)
+    set_up_loaders(run, ("train", "validate") if validates else ("train",))
     run.epoch = now
     for name, loaders in before.items():  # a strategy draws a new seed if the plan has none
         for old, new in zip(loaders, run.stages[name].loaders, strict=False):

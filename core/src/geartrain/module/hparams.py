@@ -6,7 +6,7 @@ import inspect
 import math
 import weakref
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from types import FrameType
 from typing import Any, Self
@@ -73,7 +73,8 @@ class MadeWith:
     ) -> None:
         """Keep arguments of any kind in :attr:`hparams`, also objects. Call it in ``__init__``.
 
-        A second call, as in a subclass, adds to the first one's. Lightning has the same method.
+        An argument that ``__init__`` has assigned again has its new value. A second call, as in a
+        subclass, adds to the first one's. Lightning has the same method.
 
         Args:
             names: the arguments to keep; default: all. One dict or ``argparse.Namespace`` is kept
@@ -83,7 +84,10 @@ class MadeWith:
         Raises:
             ValueError: ``__init__`` has no such argument, or a name is no string.
         """
-        arguments = _MADE_WITH.get(id(self), dict(self.hparams))
+        arguments = {**_MADE_WITH.get(id(self), self.hparams)}
+        for call in _constructors(self, inspect.currentframe()):  # a subclass's value wins
+            given, values = inspect.getargs(call.f_code).args, call.f_locals
+            arguments |= {k: values[k] for k in given if k in arguments and k in values}
         called = type(self).__name__
         if len(names) == 1 and isinstance(names[0], Mapping | Namespace):
             arguments = dict(vars(names[0]) if isinstance(names[0], Namespace) else names[0])
@@ -111,9 +115,7 @@ def _inherited(made: Any, frame: FrameType | None) -> dict[str, Any]:
 
     They are read from the calls that are running.
     """
-    calls: list[FrameType] = []  # the most general class first
-    while frame is not None and (frame := frame.f_back) is not None and _constructs(frame, made):
-        calls.append(frame)
+    calls = list(_constructors(made, frame))
     found: dict[str, Any] = {}
     for heir, parent in pairwise(reversed(calls)):
         if not heir.f_code.co_flags & inspect.CO_VARKEYWORDS:
@@ -122,6 +124,12 @@ def _inherited(made: Any, frame: FrameType | None) -> dict[str, Any]:
         own = {name: values[name] for name in names[1:]}
         found = {**values.get(keywords or "", {}), **own, **found}
     return found
+
+
+def _constructors(made: Any, frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield the running calls of its ``__init__``, that of the most general class first."""
+    while frame is not None and (frame := frame.f_back) is not None and _constructs(frame, made):
+        yield frame
 
 
 def _constructs(frame: FrameType, made: Any) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from copy import copy
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -51,7 +52,8 @@ class BaguaStrategy(DDPStrategy):
             collective per step. If False, an unused parameter is an error.
         process_group_backend: backend of torch.distributed; by default nccl on cuda, gloo
             elsewhere.
-        timeout: seconds that a rank waits for the others in one collective before the run fails.
+        timeout: seconds, or a timedelta, that a rank waits for the others in one collective before
+            the run fails.
         options: options of the algorithm.
 
     Raises:
@@ -70,7 +72,7 @@ class BaguaStrategy(DDPStrategy):
         bucket_bytes: int | None = None,
         find_unused_parameters: bool = False,
         process_group_backend: str | None = None,
-        timeout: float = 1800.0,
+        timeout: float | timedelta = 1800.0,
         **options: Any,
     ) -> None:
         super().__init__(process_group_backend, timeout, find_unused_parameters)

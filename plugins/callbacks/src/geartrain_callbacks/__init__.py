@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from geartrain_callbacks._version import __version__
+from geartrain_callbacks._version import __version__ as __version__
 from geartrain_callbacks.accumulation_scheduler import GradientAccumulationScheduler
 from geartrain_callbacks.callback import NOT_CALLED, Callback
 from geartrain_callbacks.early_stopping import EarlyStopping
@@ -46,7 +46,6 @@ __all__ = [
     "StochasticWeightAveraging",
     "Throughput",
     "Timer",
-    "__version__",
 ]
 
 

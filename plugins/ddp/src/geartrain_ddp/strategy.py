@@ -33,8 +33,8 @@ class DDPStrategy(ProcessGroupStrategy):
 
     Args:
         process_group_backend: torch.distributed backend; default nccl on cuda, gloo elsewhere.
-        timeout: seconds that a rank waits for the others in one collective before the run ends with
-            an error.
+        timeout: seconds, or a timedelta, that a rank waits for the others in one collective before
+            the run ends with an error.
         find_unused_parameters: find the parameters that a step did not use, instead of waiting for
             their gradients. This costs time.
         gradient_as_bucket_view: make gradients views of the buckets, which saves memory.
@@ -50,12 +50,14 @@ class DDPStrategy(ProcessGroupStrategy):
     def __init__(
         self,
         process_group_backend: str | None = None,
-        timeout: float = 1800.0,
+        timeout: float | timedelta = 1800.0,
         find_unused_parameters: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
         bucket_cap_mb: float | None = None,
     ) -> None:
+        if isinstance(timeout, timedelta):
+            timeout = timeout.total_seconds()
         if not 0 < timeout <= threading.TIMEOUT_MAX:  # threads use the same timeout
             most = f"{threading.TIMEOUT_MAX:.0f}"
             raise UsageError(f"timeout={timeout!r} must be above 0 and at most {most} seconds.")

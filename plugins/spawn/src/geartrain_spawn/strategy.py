@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from geartrain import Run, UsageError, hookimpl
@@ -21,8 +22,8 @@ class DDPSpawnStrategy(DDPStrategy):
         start_method: ``"forkserver"`` (fast: torch is loaded once), ``"spawn"``, or ``"fork"``,
             which pickles nothing and cannot be used after this process has used CUDA.
         process_group_backend: torch.distributed backend; default nccl on cuda, gloo elsewhere.
-        timeout: seconds that a rank waits for the others in one collective before the run ends with
-            an error.
+        timeout: seconds, or a timedelta, that a rank waits for the others in one collective before
+            the run ends with an error.
         find_unused_parameters: find the parameters that a step did not use, instead of waiting for
             their gradients. This costs time.
         gradient_as_bucket_view: make gradients views of the buckets, which saves memory.
@@ -42,7 +43,7 @@ class DDPSpawnStrategy(DDPStrategy):
         self,
         start_method: str = "forkserver",
         process_group_backend: str | None = None,
-        timeout: float = 1800.0,
+        timeout: float | timedelta = 1800.0,
         find_unused_parameters: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,

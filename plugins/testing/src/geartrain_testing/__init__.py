@@ -26,7 +26,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from geartrain_testing._version import __version__
+from geartrain_testing._version import __version__ as __version__
 from geartrain_testing.capabilities import Capabilities
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ __all__ = [
     "RankResult",
     "StrategyConformance",
     "ThreadRanks",
-    "__version__",
     "run_plugin",
 ]
 

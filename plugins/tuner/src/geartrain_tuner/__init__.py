@@ -10,9 +10,9 @@
 
 from __future__ import annotations
 
-from geartrain_tuner._version import __version__
+from geartrain_tuner._version import __version__ as __version__
 from geartrain_tuner.batch_size import Trial
 from geartrain_tuner.lr import LRFinder
 from geartrain_tuner.tuner import Tuner
 
-__all__ = ["LRFinder", "Trial", "Tuner", "__version__"]
+__all__ = ["LRFinder", "Trial", "Tuner"]
