@@ -28,7 +28,10 @@ KINDS = {
     "exception": ("rank 1 failed: KeyError: 'my own error'", "KeyError: 'my own error'"),
     "SIGKILL": ("rank 1 was ended by SIGKILL", None),
     "SIGTERM": ("rank 1 failed: Interrupted: ended by SIGTERM", "Interrupted: ended by SIGTERM"),
-    "leave": ("rank 1 left the program before the run ended (exit code 0", ""),
+    "leave": (
+        "rank 1 left the program before the run ended: ",
+        "rank 0 left the program before the run ended: ",
+    ),
     "hang": (f"rank 1 {LATE} 0", f"rank 0 {LATE} 1"),
 }
 PHASES = ("setup", "train", "validation")

@@ -68,7 +68,7 @@ KINDS = {
     "exception": "",
     "SIGKILL": "was ended by SIGKILL",
     "SIGTERM": "was ended by SIGTERM",
-    "exit": f"{LEFT} (SystemExit: 0)",
+    "exit": f"{LEFT}: ",
     "_exit": f"{LEFT} (exit code 0, as after os._exit(0))",
     "hang": LATE,
     "late": LATE,

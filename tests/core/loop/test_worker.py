@@ -1,6 +1,10 @@
 """Set-up and tear-down of a process: their order, and the use of the owners' results."""
 
+import inspect
+import json
 import pickle
+import re
+import sys
 
 import pytest
 import torch
@@ -182,3 +186,44 @@ def test_loaders_stay_in_their_process():
     """A strategy sends numbers of batches to another process; loaders need not pickle."""
     stage = Stage([iter(())], [3], [4], True)
     assert pickle.loads(pickle.dumps(stage)) == Stage([], [3], [4], True)
+
+
+class Leaves(EvalNet):
+    """Leaves the program in one of its methods, on the last rank."""
+
+    def __init__(self, method, code):
+        super().__init__()
+        self.method, self.code = method, code
+
+    def leave(self, method):
+        if method == self.method and self.global_rank == self.trainer.world_size - 1:
+            sys.exit(self.code)
+
+    def setup(self, stage):
+        self.leave("setup")
+
+    def on_train_epoch_end(self):
+        self.leave("on_train_epoch_end")
+
+    def training_step(self, batch, batch_idx):
+        self.leave("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.leave("validation_step")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("code", [0, None, "enough"])
+@pytest.mark.parametrize(
+    "method", ["setup", "training_step", "validation_step", "on_train_epoch_end"]
+)
+def test_sys_exit_fails_the_run_and_names_the_line(method, code, ranks, tmp_path):
+    strategy = {"strategy": ThreadRanks(2)} if ranks == 2 else {}
+    one = trainer(output=tmp_path / "run", **strategy)
+    line = inspect.getsourcelines(Leaves.leave)[1] + 2
+    place = re.escape(f"sys.exit({code!r}) in {__file__}:{line}. Fix: ")
+    with pytest.raises(gt.TrainingError, match=f"rank {ranks - 1} left .* leave called {place}"):
+        one.fit(Leaves(method, code), loader(), loader())
+    if method != "setup":
+        assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -39,7 +40,8 @@ def work(run: Run, source: DataSource, start: Start, local_rank: int) -> Any:
     """
     options = run.plan.options
     owners = [owner for owner in (run.module, source.datamodule) if owner is not None]
-    with determinism(options.deterministic), always_tear_down(run, owners) as undo:
+    tears_down = always_tear_down(run, owners)
+    with determinism(options.deterministic), tears_down as undo, _exit_fails(run):
         undo.append(run.hooks.teardown_device)
         run.device = run.hooks.setup_device(run=run, local_rank=local_rank)
         undo.append(run.hooks.teardown_process_group)
@@ -142,6 +144,20 @@ def _anomalies_detected(run: Run) -> Iterator[None]:
         warnings.warn(f"{what}. Fix: use it only to look for a NaN", stacklevel=2)
     with torch.autograd.set_detect_anomaly(True):
         yield
+
+
+@contextmanager
+def _exit_fails(run: Run) -> Iterator[None]:
+    """Make an error of ``sys.exit()``, whose exit code 0 would say that the run is done."""
+    try:
+        yield
+    except SystemExit as error:
+        *_, place = traceback.extract_tb(error.__traceback__)
+        raise TrainingError(
+            f"rank {run.world.rank} left the program before the run ended: {place.name} called "
+            f"sys.exit({error.code!r}) in {place.filename}:{place.lineno}. Fix: "
+            "trainer.should_stop = True to end training early, or raise an error"
+        ) from error
 
 
 @contextmanager
