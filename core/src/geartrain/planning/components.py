@@ -108,7 +108,8 @@ def build_components(
         _warn_of_failed(registry, asked, selected)
         fix = "use a hook of docs/hooks.md with @hookimpl, or callbacks=[...]"
         for part in (accelerator, strategy, *extra):
-            warn_of_others(part.plugin, part.info.label, fix)
+            if not hasattr(part.plugin, "as_plugin"):  # otherwise its as_plugin has checked it
+                warn_of_others(part.plugin, part.info.label, fix)
     plan = make_plan(
         hooks,
         accelerator=accelerator.info,

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from geartrain import Plan, Run, UsageError, hookimpl
+from geartrain_callbacks.callback import PluginCallback
 
 
-class GradientAccumulationScheduler:
+class GradientAccumulationScheduler(PluginCallback):
     """Change ``accumulate_grad_batches`` at the start of epochs.
 
     ``GradientAccumulationScheduler({0: 8, 4: 1})`` accumulates 8 batches in each of the epochs 0 to
@@ -64,8 +65,8 @@ class GradientAccumulationScheduler:
     def on_run_end(self, run: Run) -> None:
         _set(run, 1)
 
-    @hookimpl
-    def on_exception(self, run: Run) -> None:
+    @hookimpl(specname="on_exception")
+    def _on_exception(self, run: Run) -> None:
         _set(run, 1)
 
 

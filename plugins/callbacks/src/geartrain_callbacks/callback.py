@@ -263,7 +263,68 @@ CALLED = tuple(
 )
 
 
-class Adapter:
+class _Caller:
+    """The hookimpls that call a callback's methods. Their names leave the hooks' own names free."""
+
+    _is_set_up = False
+    #: The callback's attributes from ``setup`` to ``teardown``, for its ``log``.
+    _lent: Mapping[str, Any] = {}
+
+    @property
+    def _called(self) -> Any:
+        """The callback."""
+        return self
+
+    @property
+    def _methods(self) -> dict[str, Callable[..., Any]]:
+        """The methods that the callback overrides."""
+        callback = self._called
+        base = _base_of(callback)
+        return {m: getattr(callback, m) for m in CALLED if _overrides(callback, base, m)}
+
+    @hookimpl(wrapper=True, specname="setup_process_group")
+    def _setup_callback(self, run: Run) -> Generator[None, World, World]:
+        world = yield
+        run.before_setup.append(partial(self._set_up, run))
+        return world
+
+    def _set_up(self, run: Run) -> None:
+        self._is_set_up = True
+        if isinstance(self._called, Callback):
+            self._lent = {"_geartrain_run": run}
+        else:
+            self._lent = {"log": run.module.log, "log_dict": run.module.log_dict}
+        vars(self._called).update(self._lent)
+        self._call(run, "setup", run.command)
+
+    @hookimpl(specname="on_run_start")
+    def _start_callback(self, run: Run) -> None:
+        """Put the callback's methods in front of the module's own hooks."""
+        for name, method in self._methods.items():
+            if hasattr(run.module_hooks, name):
+                run.module_hooks.put_before(name, _as_module_hook(run, name, method))
+
+    @hookimpl(specname="on_exception")
+    def _inform_callback(self, run: Run, error: BaseException) -> None:
+        self._call(run, "on_exception", error)
+
+    @hookimpl(wrapper=True, specname="teardown_process_group")
+    def _teardown_callback(self, run: Run) -> Generator[None, None, None]:
+        try:
+            if self._is_set_up:
+                self._call(run, "teardown", run.command)
+        finally:
+            for name in self._lent:
+                vars(self._called).pop(name, None)
+            self._is_set_up, self._lent = False, {}
+            yield
+
+    def _call(self, run: Run, name: str, *arguments: Any) -> None:
+        if name in (methods := self._methods):
+            methods[name](run.trainer, run.module, *arguments)
+
+
+class Adapter(_Caller):
     """The plugin that calls one callback's methods.
 
     Args:
@@ -274,90 +335,87 @@ class Adapter:
     """
 
     def __init__(self, callback: Any) -> None:
-        self.callback, self._is_set_up = callback, False
-        #: The callback's attributes from ``setup`` to ``teardown``, for its ``log``.
-        self._lent: dict[str, Any] = {}
+        self.callback = callback
         name = type(callback).__name__
-        base = next(cls for cls in reversed(type(callback).__mro__) if cls.__name__ == "Callback")
-        refuse_misspelt(
-            callback, f"callback {name}", {*CALLED, *STATE}, ["same_on_all_ranks"], base
-        )
-        refuse_half_a_state(callback, f"callback {name}")
         for method in dir(callback):
-            if method in OF_PLUGINS or hasattr(
-                inspect.getattr_static(callback, method), "geartrain_impl"
-            ):
+            if method in OF_PLUGINS or _is_hookimpl(callback, method):
                 raise UsageError(
                     f"callback {name}.{method} is for a plugin, and would be ignored here. "
                     "Fix: pass plugins=[...] instead of a Callback"
                 )
-            if not method.startswith("on_") or not _overrides(callback, base, method):
-                continue
-            if method in NOT_CALLED:
-                raise UsageError(
-                    f"callback {name}.{method} would never be called. "
-                    f"Use instead: {NOT_CALLED[method]}"
-                )
-            if method not in CALLED:
-                raise UsageError(
-                    f"callback {name}.{method} would never be called. {nearest(method, CALLED)}"
-                )
-        refuse_unrun(type(callback), CALLED)
-        self._methods = {m: getattr(callback, m) for m in CALLED if _overrides(callback, base, m)}
+        _check(callback)
         if not self._methods:
             raise UsageError(
                 f"callback {name} overrides no method of geartrain.callbacks.Callback, "
                 "so it would do nothing"
             )
-        if all(_overrides(callback, base, method) for method in STATE):
+        if all(_overrides(callback, _base_of(callback), method) for method in STATE):
             self.state_dict = callback.state_dict
             self.load_state_dict = callback.load_state_dict
             self.same_on_all_ranks = getattr(callback, "same_on_all_ranks", False)
 
-    @hookimpl(wrapper=True)
-    def setup_process_group(self, run: Run) -> Generator[None, World, World]:
-        world = yield
-        run.before_setup.append(partial(self._set_up, run))
-        return world
+    @property
+    def _called(self) -> Any:
+        return self.callback
 
-    def _set_up(self, run: Run) -> None:
-        self._is_set_up = True
-        if isinstance(self.callback, Callback):
-            self._lent = {"_geartrain_run": run}
-        else:
-            self._lent = {"log": run.module.log, "log_dict": run.module.log_dict}
-        vars(self.callback).update(self._lent)
-        self._call(run, "setup", run.command)
 
-    @hookimpl
-    def on_run_start(self, run: Run) -> None:
-        """Put the callback's methods in front of the module's own hooks."""
-        for name, method in self._methods.items():
-            if hasattr(run.module_hooks, name):
-                run.module_hooks.put_before(name, _as_module_hook(run, name, method))
+class PluginCallback(Callback, _Caller):
+    """Base class of callbacks that do their work in hookimpls.
 
-    @hookimpl
-    def on_exception(self, run: Run, error: BaseException) -> None:
-        self._call(run, "on_exception", error)
+    A subclass may override the methods of :class:`Callback`, too. They are called besides the
+    hookimpls, so ``super().on_train_epoch_end(trainer, pl_module)`` does nothing. A hook that has
+    the name of such a method is implemented under another name, with ``specname``.
+    """
 
-    @hookimpl(wrapper=True)
-    def teardown_process_group(self, run: Run) -> Generator[None, None, None]:
-        try:
-            if self._is_set_up:
-                self._call(run, "teardown", run.command)
-        finally:
-            self._is_set_up = False
-            for name in self._lent:
-                vars(self.callback).pop(name, None)
-            yield
+    errors_are_warnings = False
 
-    def _call(self, run: Run, name: str, *arguments: Any) -> None:
-        if name in self._methods:
-            self._methods[name](run.trainer, run.module, *arguments)
+    def as_plugin(self) -> Any:
+        """Check the methods, and return the callback: it is a plugin itself."""
+        _check(self)
+        if self._methods:  # errors of the user's methods end the run, as in every callback
+            self.errors_are_warnings = False
+        return self
+
+    def __dir__(self) -> list[str]:
+        """Hide what is no hookimpl of this plugin: geartrain looks for hookimpls here."""
+        hidden = {name for name in CALLED if not _is_hookimpl(self, name)}
+        if not self._methods:
+            hidden.update(name for name in vars(_Caller) if _is_hookimpl(self, name))
+        return [name for name in super().__dir__() if name not in hidden]
+
+
+def _check(callback: Any) -> None:
+    """Refuse methods that would never be called.
+
+    Raises:
+        UsageError: there is one.
+    """
+    label, base = f"callback {type(callback).__name__}", _base_of(callback)
+    refuse_misspelt(callback, label, {*CALLED, *STATE}, ["same_on_all_ranks"], base)
+    refuse_half_a_state(callback, label)
+    for method in object.__dir__(callback):
+        if not method.startswith("on_") or not _overrides(callback, base, method):
+            continue
+        if method in NOT_CALLED:
+            raise UsageError(
+                f"{label}.{method} would never be called. Use instead: {NOT_CALLED[method]}"
+            )
+        if method not in CALLED:
+            raise UsageError(f"{label}.{method} would never be called. {nearest(method, CALLED)}")
+    refuse_unrun(type(callback), CALLED)
+
+
+def _base_of(callback: Any) -> type:
+    return next(cls for cls in reversed(type(callback).__mro__) if cls.__name__ == "Callback")
+
+
+def _is_hookimpl(callback: Any, name: str) -> bool:
+    return hasattr(inspect.getattr_static(callback, name, None), "geartrain_impl")
 
 
 def _overrides(callback: Any, base: type, name: str) -> bool:
-    if isinstance(inspect.getattr_static(callback, name, None), property):  # do not call it
+    found = inspect.getattr_static(callback, name, None)
+    if isinstance(found, property) or hasattr(found, "geartrain_impl"):  # do not call a property
         return False
     method = getattr(callback, name, None)
     inherited = getattr(base, name, None)

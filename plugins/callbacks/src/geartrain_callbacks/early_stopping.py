@@ -7,11 +7,12 @@ import warnings
 from typing import Any, Literal
 
 from geartrain import Run, TrainingError, UsageError, hookimpl
+from geartrain_callbacks.callback import PluginCallback
 from geartrain_callbacks.monitoring import check_mode, is_better, looks_after_epochs, not_logged
 from geartrain_callbacks.stopping import ends, say, stop_together
 
 
-class EarlyStopping:
+class EarlyStopping(PluginCallback):
     """End training when a metric stops improving. Options are named as in PyTorch Lightning.
 
     All ranks use rank 0's value, so they stop together even if the metric is logged without
@@ -92,8 +93,8 @@ class EarlyStopping:
             if run.resumed is not None and self._value is not None:
                 self._stop(run, self._beyond_limits(self._value) or self._out_of_patience())
 
-    @hookimpl
-    def on_validation_end(self, run: Run) -> None:
+    @hookimpl(specname="on_validation_end")
+    def _on_validation_end(self, run: Run) -> None:
         if run.command == "fit" and run.stage == "validate" and not self._at_epoch_end:
             self._check(run)
 

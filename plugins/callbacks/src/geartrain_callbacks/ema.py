@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from geartrain import Run, UsageError, hookimpl
+from geartrain_callbacks.callback import PluginCallback
 from geartrain_callbacks.stopping import say
 
 
-class EMA:
+class EMA(PluginCallback):
     """Keep an exponential moving average of the weights, on their device.
 
     ``average = decay · average + (1 - decay) · weights``. The CPU never waits for it. Parameters
@@ -100,14 +101,14 @@ class EMA:
                 torch._foreach_copy_(self._average, now)
             self.updates += 1
 
-    @hookimpl
-    def on_validation_start(self, run: Run) -> None:
+    @hookimpl(specname="on_validation_start")
+    def _on_validation_start(self, run: Run) -> None:
         if self.validate and run.command == "fit" and run.stage == "validate" and self.updates:
             self._trained = [weight.clone() for weight in self._weights]
             self._into_module(run)
 
-    @hookimpl
-    def on_validation_end(self) -> None:
+    @hookimpl(specname="on_validation_end")
+    def _on_validation_end(self) -> None:
         self._back()
 
     @hookimpl(wrapper=True)
@@ -121,8 +122,8 @@ class EMA:
             )
         return (yield)
 
-    @hookimpl
-    def on_exception(self) -> None:
+    @hookimpl(specname="on_exception")
+    def _on_exception(self) -> None:
         self._back()
 
     @hookimpl

@@ -195,7 +195,7 @@ class _FinetuningAdapter(Adapter):
 
     @hookimpl(wrapper=True)
     def setup_process_group(self, run: Run) -> Generator[None, Any, Any]:
-        world = yield from super().setup_process_group(run)
+        world = yield
         waits = world.size > 1 and not strategy_can(run.hooks.parts, "unused_parameters")
         if waits and run.command == "fit":
             raise UsageError(

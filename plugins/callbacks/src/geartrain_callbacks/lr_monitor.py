@@ -10,9 +10,10 @@ import torch
 from torch.optim import Optimizer
 
 from geartrain import Run, UsageError, hookimpl
+from geartrain_callbacks.callback import PluginCallback
 
 
-class LearningRateMonitor:
+class LearningRateMonitor(PluginCallback):
     """Log each optimizer's learning rate under PyTorch Lightning's names.
 
     The name is ``lr-SGD``, for a second optimizer of that class ``lr-SGD-1``. Parameter groups are

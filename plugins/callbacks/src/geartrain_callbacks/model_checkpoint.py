@@ -19,6 +19,7 @@ from geartrain.plugin_api import (
     save_checkpoint_file,
     user_path,
 )
+from geartrain_callbacks.callback import PluginCallback
 from geartrain_callbacks.checkpoint_names import SUFFIX, check_pattern, fields, fill, free
 from geartrain_callbacks.monitoring import check_mode, is_better, looks_after_epochs, not_logged
 from geartrain_callbacks.own_files import check_name, delete, is_own, link, written_after
@@ -46,7 +47,7 @@ class _Turn:
     owed: bool = False
 
 
-class ModelCheckpoint:
+class ModelCheckpoint(PluginCallback):
     """Keep the best checkpoints by a metric. Options are named as in PyTorch Lightning.
 
     Rank 0 decides which files to save and to delete, by its own value of the metric, and the other
@@ -267,8 +268,8 @@ class ModelCheckpoint:
             self._look(run, run.epoch)
         return results
 
-    @hookimpl(wrapper=True)
-    def on_validation_end(self, run: Run) -> Generator[None, Any, Any]:
+    @hookimpl(wrapper=True, specname="on_validation_end")
+    def _on_validation_end(self, run: Run) -> Generator[None, Any, Any]:
         results = yield
         if self._on and run.stage == "validate":
             self._validated = True

@@ -8,9 +8,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from geartrain import Run, UsageError, hookimpl
+from geartrain_callbacks.callback import PluginCallback
 
 
-class ModelSummary:
+class ModelSummary(PluginCallback):
     """Print the model's layers, their parameters and sizes on rank 0's stdout before ``fit``.
 
     A parameter that layers share counts in each of them and once in the total. A lazy parameter

@@ -10,13 +10,14 @@ from torch.optim import Optimizer
 
 from geartrain import Plan, Run, TrainingError, UsageError, hookimpl
 from geartrain.plugin_api import about_to_step
+from geartrain_callbacks.callback import PluginCallback
 from geartrain_callbacks.norms import norms_of
 
 #: In place of a step number: no bad step so far.
 _NEVER = 2**31 - 1
 
 
-class NaNGuard:
+class NaNGuard(PluginCallback):
     """Fail or skip at NaN and infinity in the loss, or in the gradients after their reduction.
 
     All ranks act together. With ``"raise"`` the first bad step is recorded on the device. The CPU

@@ -9,9 +9,10 @@ import torch
 
 from geartrain import Run, UsageError, hookimpl
 from geartrain.plugin_api import about_to_step
+from geartrain_callbacks.callback import PluginCallback
 
 
-class Norms:
+class Norms(PluginCallback):
     """Log 2-norms of gradients and parameters. They stay on the device until the flush.
 
     Gradients are measured after their reduction over ranks, unscaled and before clipping:

@@ -219,14 +219,13 @@ class _WriterAdapter(Adapter):
 
     @hookimpl
     def on_run_start(self, run: Run) -> None:
-        super().on_run_start(run)
         if run.command == "predict" and run.trainer.return_predictions is None:
             run.trainer.return_predictions = False
 
     @hookimpl(wrapper=True)
-    def setup_process_group(self, run: Run) -> Generator[None, Any, Any]:
+    def setup_process_group(self) -> Generator[None, Any, Any]:
         self.callback._coming = []
-        return (yield from super().setup_process_group(run))
+        return (yield)
 
 
 def _recorded(batches: Any, coming: deque[Any]) -> Any:

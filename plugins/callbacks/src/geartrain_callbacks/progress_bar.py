@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from geartrain import Run, hookimpl
 from geartrain.plugin_api import Through
+from geartrain_callbacks.callback import PluginCallback
 from geartrain_callbacks.lines import Count, Lines, metrics_text
 
 if TYPE_CHECKING:
     from geartrain_callbacks.bars import Display
 
 
-class ProgressBar:
+class ProgressBar(PluginCallback):
     """Show rank 0's progress on standard error, and the final table on standard output.
 
     Errors of the display never stop a run. ``enable_progress_bar=True`` selects this plugin. rich
@@ -83,8 +84,8 @@ class ProgressBar:
 
     # --- evaluation ------------------------------------------------------------------------------
 
-    @hookimpl
-    def on_validation_start(self, run: Run) -> None:
+    @hookimpl(specname="on_validation_start")
+    def _on_validation_start(self, run: Run) -> None:
         if self._display is not None:
             self._whole = Count(run.stage, None, time.monotonic())
             if self._counts:
@@ -115,8 +116,8 @@ class ProgressBar:
 
         return Through(batches, loader, taken)
 
-    @hookimpl
-    def on_validation_end(self, run: Run) -> None:
+    @hookimpl(specname="on_validation_end")
+    def _on_validation_end(self, run: Run) -> None:
         if self._display is None:
             return
         asked_for, draws = run.command == run.stage, not isinstance(self._display, Lines)
@@ -151,8 +152,8 @@ class ProgressBar:
             with self._harmless():
                 self._table(run)
 
-    @hookimpl(wrapper=True)
-    def on_exception(self) -> Generator[None, Any, Any]:
+    @hookimpl(wrapper=True, specname="on_exception")
+    def _on_exception(self) -> Generator[None, Any, Any]:
         self._stop()  # before other plugins: if one raises, the terminal would have no cursor
         return (yield)
 

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from geartrain import Run, UsageError, hookimpl
 from geartrain.plugin_api import BatchSizer
+from geartrain_callbacks.callback import PluginCallback
 
 #: Dense 16-bit operations per second of a GPU, by a part of its name; the first match counts.
 #: Source: NVIDIA's pages https://www.nvidia.com/en-us/data-center/h200/, .../h100/, .../a100/.
@@ -27,7 +28,7 @@ PEAK_FLOPS = {
 _HALF = ("16-mixed", "bf16-mixed", "bf16-true")
 
 
-class Throughput:
+class Throughput(PluginCallback):
     """Log the speed of training.
 
     The names are ``device/batches_per_sec``, ``device/samples_per_sec``,
@@ -121,14 +122,14 @@ class Throughput:
             self._log(run, now - self._since)
         self._since, self._done = now, [0, 0, 0]
 
-    @hookimpl
-    def on_validation_start(self, run: Run) -> None:
+    @hookimpl(specname="on_validation_start")
+    def _on_validation_start(self, run: Run) -> None:
         if self._since is not None:
             _wait(run.device)  # finish the training steps before validation is timed
             self._paused = time.perf_counter()
 
-    @hookimpl
-    def on_validation_end(self) -> None:
+    @hookimpl(specname="on_validation_end")
+    def _on_validation_end(self) -> None:
         if self._since is not None:
             self._since += time.perf_counter() - self._paused
 

@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 from geartrain import Run, UsageError, hookimpl
 from geartrain.plugin_api import Duration, seconds
+from geartrain_callbacks.callback import PluginCallback
 from geartrain_callbacks.stopping import ends, say, stop_together
 
 
-class Timer:
+class Timer(PluginCallback):
     """End training after a time limit, on all ranks in the same step.
 
     The first rank whose time is up informs the others. All stop at the next flush
@@ -73,8 +74,8 @@ class Timer:
     def on_run_end(self) -> None:
         self._pause()
 
-    @hookimpl
-    def on_exception(self) -> None:
+    @hookimpl(specname="on_exception")
+    def _on_exception(self) -> None:
         self._pause()
 
     def state_dict(self) -> dict[str, Any]:

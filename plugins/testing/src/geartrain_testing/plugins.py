@@ -137,10 +137,10 @@ def run_plugin(
         # Plugins come before callbacks.
         chosen = [part.plugin for part in run.trainer._parts if part.info.kind == "plugin"]
         as_plugins, as_callbacks = iter(chosen), iter(chosen[len(all_plugins) :])
-        own = [
-            next(as_callbacks).callback if hasattr(one, "as_plugin") else next(as_plugins)
-            for one in given
+        found_parts = [
+            next(as_callbacks if hasattr(one, "as_plugin") else as_plugins) for one in given
         ]
+        own = [getattr(plugin, "callback", plugin) for plugin in found_parts]
         metrics = chosen[len(all_plugins) - 1].metrics
         result = strategy.results[rank]
         if command in ("validate", "test") and result is not None:
