@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib_metadata import entry_points
+from geartrain.errors.distributions import entry_points
 
 
 def hint(owner: str, name: str) -> str:

@@ -6,8 +6,9 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from importlib_metadata import EntryPoint, entry_points
+from importlib_metadata import EntryPoint
 
+from geartrain.errors.distributions import entry_points
 from geartrain.errors.known import HOOKS, KNOWN
 from geartrain.hooks.plugin_info import GROUPS
 

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from geartrain.module.nested import map_tensors
-
 if TYPE_CHECKING:
     from geartrain.loop.run import Run, Stage
     from geartrain.metrics.local import LocalMetric, MetricOptions
@@ -73,6 +71,8 @@ class OneRank:
 
     def gather(self, run: Run, data: Any, sync_grads: bool = False) -> Any:
         """Gather tensors and numbers as :meth:`geartrain.Module.all_gather` does."""
+        from geartrain.module.nested import map_tensors  # imports torch
+
         return map_tensors(data, lambda t: run.hooks.all_gather(run=run, tensor=t), run.device)
 
     def reduce(

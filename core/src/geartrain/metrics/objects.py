@@ -14,10 +14,10 @@ from contextlib import AbstractContextManager
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
-from importlib_metadata import entry_points
 from torch import nn
 
 from geartrain.errors import TrainingError
+from geartrain.errors.distributions import entry_points
 
 if TYPE_CHECKING:
     from geartrain.loop.run import Run

@@ -7,12 +7,12 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from importlib_metadata import EntryPoint, entry_points
+from importlib_metadata import EntryPoint
 
+from geartrain.errors.distributions import canonical, entry_points
 from geartrain.errors.hints import write_instead
 from geartrain.errors.known import KNOWN
 from geartrain.hooks.plugin_info import GROUPS
-from geartrain.planning.registry import canonical
 
 
 def resolve(kind: str, module: str, attribute: str, homes: dict[str, str]) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,10 +15,11 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from importlib_metadata import EntryPoint, entry_points
+from importlib_metadata import EntryPoint
 
 from geartrain._version import __version__
 from geartrain.errors import UsageError, nearest
+from geartrain.errors.distributions import canonical, entry_points
 from geartrain.errors.hints import hint
 from geartrain.errors.known import KNOWN, NOT_SHIPPED
 from geartrain.hooks.plugin_info import GROUPS, LoadedPlugin, PluginInfo
@@ -89,6 +89,9 @@ class Registry:
     Raises:
         UsageError: ``block`` has a name that nothing installed has.
     """
+
+    #: Returns the entry points of a group, for plugins that have plugins.
+    entry_points = staticmethod(entry_points)
 
     def __init__(self, block: Iterable[str] = ()) -> None:
         self.candidates = _installed()
@@ -285,11 +288,6 @@ def _installed() -> list[InstalledPlugin]:
     return [InstalledPlugin(*found) for found in _scanned[1]]
 
 
-def canonical(distribution: str) -> str:
-    """Return a distribution's name in pip's spelling."""
-    return re.sub(r"[-_.]+", "-", distribution).lower()
-
-
 def _other_core(candidate: InstalledPlugin) -> str | None:
     """Return the requirement of another version of geartrain that a distribution has, if any."""
     # Not above: it would slow down the listing of plugins.
@@ -322,7 +320,8 @@ def _scan() -> list[tuple[str, str, str, str, EntryPoint]]:
     for kind, group in GROUPS.items():
         for ep in (ep for ep in every if ep.group == group):
             if id(ep.dist) not in named:
-                named[id(ep.dist)] = (ep.dist.name, ep.dist.version) if ep.dist else ("?", "?")
+                metadata = ep.dist.metadata if ep.dist else {"Name": "?", "Version": "?"}
+                named[id(ep.dist)] = metadata["Name"], metadata["Version"]
             found.append((ep.name, kind, *named[id(ep.dist)], ep))
     return found
 

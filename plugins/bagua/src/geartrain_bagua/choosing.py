@@ -12,14 +12,15 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from importlib_metadata import EntryPoint, entry_points
+from importlib_metadata import EntryPoint
 
 from geartrain import UsageError
-from geartrain.plugin_api import nearest, refuse_misspelt
+from geartrain.plugin_api import Registry, nearest, refuse_misspelt
 from geartrain_bagua.algorithm import Algorithm
 
 #: The entry-point group of algorithms, of any distribution.
 GROUP = "geartrain_bagua.algorithms"
+entry_points = Registry.entry_points
 #: The methods of an algorithm that the strategy calls.
 _METHODS = frozenset(name for name, thing in vars(Algorithm).items() if inspect.isfunction(thing))
 

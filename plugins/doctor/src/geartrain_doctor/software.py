@@ -91,6 +91,11 @@ def _unmet(candidate: InstalledPlugin) -> Iterator[tuple[str, str]]:
                 f"{label} requires {line!r}, which cannot be read: {error}",
                 f"report it to the author of {candidate.distribution}",
             )
+        except Exception as error:  # each file may be missing, malformed or not UTF-8
+            yield (
+                f"the metadata of {needed.name}, which {label} requires, cannot be read: {error}",
+                f"pip install --force-reinstall '{_plain(needed)}'",
+            )
         else:
             if not met:
                 yield (

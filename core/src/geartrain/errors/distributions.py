@@ -1,0 +1,58 @@
+"""Read the entry points of installed distributions, and skip distributions that are broken."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from itertools import chain
+from multiprocessing import parent_process
+
+from importlib_metadata import EntryPoints, distributions
+
+#: The folders that this process has warned about.
+_warned: set[str] = set()
+
+
+def entry_points(**wanted: str) -> EntryPoints:
+    """Return the installed entry points, as ``importlib_metadata.entry_points`` does.
+
+    One broken distribution must not end every command: it is left out, with a warning.
+    """
+    found: dict[str, EntryPoints] = {}
+    for distribution in distributions():
+        folder, declared = str(getattr(distribution, "_path", "")), None
+        try:
+            stem, extension = os.path.splitext(os.path.basename(folder))
+            is_named = extension in (".dist-info", ".egg-info")
+            name = canonical(stem.partition("-")[0] if is_named else distribution.name)
+            if name in found:  # the first on sys.path is the one that Python imports
+                continue
+            declared = distribution.entry_points
+            if any(point.group.startswith("geartrain") for point in declared):
+                metadata = distribution.metadata
+                if not (metadata["Name"] and metadata["Version"]):
+                    raise ValueError("it has no name or no version")
+            found[name] = declared
+        except Exception as error:  # each file may be missing, malformed or not UTF-8
+            _warn(folder, error, fails_in_torch=declared is None)
+    return EntryPoints(chain.from_iterable(found.values())).select(**wanted)
+
+
+def _warn(folder: str, error: Exception, fails_in_torch: bool) -> None:
+    if folder in _warned or parent_process() is not None:  # the parent has warned
+        return
+    _warned.add(folder)
+    what = f"{folder} is skipped, because its metadata cannot be read"
+    what += f" ({type(error).__name__}: {error})"
+    if fails_in_torch:
+        # torch reads all entry points during its import, and would fail at the same file.
+        os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+        what += ", and torch loads no device backends of other distributions"
+    fix = "install that distribution again, or remove the folder"
+    warnings.warn(f"{what}. Fix: {fix}", stacklevel=3)
+
+
+def canonical(distribution: str) -> str:
+    """Return a distribution's name in pip's spelling."""
+    return re.sub(r"[-_.]+", "-", distribution).lower()
