@@ -76,8 +76,8 @@ def _listed(registry: Registry) -> dict[str, str]:
     listed = {name: what for name, what in _HELP.items() if name in installed}
     for name, candidate in installed.items():
         distribution = candidate.entry_point.dist
-        metadata = distribution.metadata if distribution else {}
-        listed.setdefault(name, str(metadata.get("Summary", "")))
+        summary = distribution.metadata.get("Summary", "") if distribution else ""
+        listed.setdefault(name, str(summary))
     for name in _HELP:
         listed.setdefault(
             name, f"{_HELP[name]} (not installed: pip install {KNOWN['command', name]})"
