@@ -6,6 +6,11 @@ import inspect
 import os
 import platform
 import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +20,38 @@ from geartrain.errors import UsageError
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 #: WSL 2 has the library of Windows' driver, and no /proc/driver/nvidia.
 _WSL = Path("/usr/lib/wsl/lib/libnvidia-ml.so.1")
+#: torch's settings of the whole process that a probe must not change: name -> getter, setter.
+_SETTINGS = {
+    "default dtype": ("get_default_dtype", "set_default_dtype"),
+    "default device": ("get_default_device", "set_default_device"),
+    "number of threads": ("get_num_threads", "set_num_threads"),
+    "deterministic mode": ("get_deterministic_debug_mode", "set_deterministic_debug_mode"),
+}
+#: ``redirect_stdout`` replaces the stdout of all threads.
+_one_probe = threading.RLock()
+
+
+@contextmanager
+def isolated(label: str) -> Iterator[None]:
+    """Limit the effects of a plugin that is probed though nobody selected it.
+
+    Its output goes to stderr, torch's settings are restored, and a slow plugin is named.
+    """
+    torch = sys.modules.get("torch")  # a probe may import torch, which takes seconds
+    readers = {name: getattr(torch, get) for name, (get, _) in _SETTINGS.items()} if torch else {}
+    before, start = {name: read() for name, read in readers.items()}, time.perf_counter()
+    with _one_probe, redirect_stdout(sys.stderr):
+        yield
+    seconds, fix = time.perf_counter() - start, f"Fix: --block {label}, or report it to its author"
+    if changed := [name for name, read in readers.items() if read() != before[name]]:
+        for name in changed:
+            # None removes the mode by which torch applies another default device.
+            value = None if str(before[name]) == "cpu" else before[name]
+            getattr(torch, _SETTINGS[name][1])(value)
+        what = f"{label} changed torch's {' and '.join(changed)} when it was probed"
+        warnings.warn(f"{what}, which geartrain undid. {fix}", stacklevel=4)
+    if torch and seconds > 1:
+        warnings.warn(f"{label} took {seconds:.1f} s when it was probed. {fix}", stacklevel=4)
 
 
 def ask(accelerator: Any) -> str | None:

@@ -23,7 +23,7 @@ from geartrain.errors.distributions import canonical, entry_points
 from geartrain.errors.hints import hint
 from geartrain.errors.known import KNOWN, NOT_SHIPPED
 from geartrain.hooks.plugin_info import GROUPS, LoadedPlugin, PluginInfo
-from geartrain.planning.hardware import ask
+from geartrain.planning.hardware import ask, isolated
 
 #: The state of ``sys.path`` at the last scan of the metadata, and its result. A scan of a hundred
 #: distributions takes 13 ms.
@@ -220,13 +220,14 @@ class Registry:
         """
         if candidate.state != "available":
             return None
-        try:
-            cls = self.load(candidate)
-            reason = ask(cls) if candidate.kind == "accelerator" else None
-        except UsageError as error:
-            if candidate.state == "available":
-                candidate.fail(str(error))
-            return None
+        with isolated(candidate.label):
+            try:
+                cls = self.load(candidate)
+                reason = ask(cls) if candidate.kind == "accelerator" else None
+            except UsageError as error:
+                if candidate.state == "available":
+                    candidate.fail(str(error))
+                return None
         if reason:
             candidate.state, candidate.reason = "unavailable", reason
             return None

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import sys
 
 from geartrain import UsageError
 from geartrain.plugin_api import Registry
@@ -41,10 +39,8 @@ def command(name: str, argv: list[str]) -> None:
         raise UsageError(f"there is no option {unknown[0]}. Known: --json, --probe, --block NAME")
     registry = Registry(options.block)
     if options.probe:
-        # Output of a plugin during its import must not appear in the answer.
-        with contextlib.redirect_stdout(sys.stderr):
-            for candidate in registry.candidates:
-                registry.probe(candidate)
+        for candidate in registry.candidates:
+            registry.probe(candidate)
     rows = [candidate.as_dict() for candidate in registry.candidates]
     if options.json:
         print(json.dumps(rows, indent=2))
