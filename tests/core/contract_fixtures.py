@@ -129,7 +129,7 @@ class Dists:
             f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n{needs}"
         )
         lines = []
-        for group in GROUPS:
+        for group in (*GROUPS, "contract"):
             entries = groups.get(group, {})
             lines += [
                 f"[geartrain.{group}]",

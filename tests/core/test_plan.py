@@ -255,7 +255,9 @@ def test_probe_prints_to_stderr_and_leaves_torchs_settings(dists, capsys):
         accelerators={"npu": "Chip"},
     )
     threads = torch.get_num_threads()
-    with pytest.warns(UserWarning, match=f"changed torch's {' and '.join(changes)} when") as caught:
+    with pytest.warns(
+        UserWarning, match=f"changed torch's {' and '.join(changes)}, which"
+    ) as caught:
         made = plan()
     assert "Fix: --block acme-chip[npu]" in str(caught[0].message)
     assert "unavailable() raised SystemExit: 3" in made.passed_over["acme-chip[npu]"]

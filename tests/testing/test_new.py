@@ -14,6 +14,7 @@ import pytest
 
 import geartrain
 from geartrain.hooks.plugin_info import GROUPS
+from geartrain.hookspecs import CONTRACT
 from geartrain_testing.new import _LONGEST, _TEMPLATES, _TRY
 
 #: The kinds that write a plugin.
@@ -230,7 +231,10 @@ def test_package(new, folder, kind, name, package, title):
     project = tomllib.loads(written["pyproject.toml"])["project"]
     assert project["name"] == f"geartrain-{package.replace('_', '-')}"
     made = "command" if kind == "command" else f"{title}{kind.capitalize()}"
-    assert project["entry-points"] == {GROUPS[kind]: {name: f"geartrain_{package}:{made}"}}
+    assert project["entry-points"] == {
+        GROUPS[kind]: {name: f"geartrain_{package}:{made}"},
+        "geartrain.contract": {str(CONTRACT): "geartrain.hookspecs:CONTRACT"},
+    }
     assert use_of(kind, name) in written["README.md"]
     trees = [ast.parse(text) for path, text in written.items() if path.endswith(".py")]
     assert made in {
@@ -256,7 +260,7 @@ def test_dependencies_are_of_this_version_and_have_reasons(new, folder, kind):
     text = (folder / "geartrain-tandem" / "pyproject.toml").read_text()
     major, minor, *_ = geartrain.__version__.split(".")
     project = tomllib.loads(text)["project"]
-    assert f"geartrain>={major}.{minor},<{major}.{int(minor) + 1}" in project["dependencies"]
+    assert f"geartrain>={major}.{minor},<{int(major) + 1}" in project["dependencies"]
     for dependency in (*project["dependencies"], *project["optional-dependencies"]["test"]):
         assert re.search(rf'"{re.escape(dependency)}"\W+# \w', text), f"{dependency} has no reason"
 

@@ -43,6 +43,11 @@ hookimpl = pluggy.HookimplMarker("geartrain")
 single = hookspec(firstresult=True)
 every = hookspec
 
+#: The version of the hooks. Entry points ``geartrain.contract`` name those of a distribution.
+CONTRACT = 1
+#: Version -> what changed in it, for authors of plugins.
+CONTRACT_CHANGES: dict[int, str] = {}
+
 # --- before anything starts -----------------------------------------------------------------------
 
 

@@ -361,6 +361,32 @@ def test_distribution_for_another_geartrain_is_refused_before_its_import(dists, 
     assert module not in sys.modules
 
 
+@pytest.mark.parametrize("needed", ["geartrain-parallel", "geartrain_cli"])
+def test_distribution_for_another_version_of_ours_is_refused(dists, needed):
+    module = dists.add("acme", "", strategies={"gossip": "G"}, requires=[f"{needed}>=9"])
+    name = needed.replace("_", "-")
+    message = refused("strategy", "gossip", f"acme[gossip]: it requires {name}>=9, and {name} 0.")
+    assert f"Fix: pip install '{name}>=9', or use another version of acme" in message
+    assert module not in sys.modules
+
+
+def test_distribution_for_another_contract_is_told_what_changed(dists, monkeypatch):
+    points = {"plugins": {"gauge": "G"}, "contract": {"1": "G"}}
+    dists.add("acme", "class G: ...", **points)
+    assert Registry().select("plugin", "gauge").info.label == "acme[gauge]"
+    monkeypatch.setattr(geartrain.planning.registry, "CONTRACT", 3)
+    changes = {2: "on_tick has no arguments", 3: "on_tock is gone"}
+    monkeypatch.setattr(geartrain.planning.registry, "CONTRACT_CHANGES", changes)
+    refused(
+        "plugin",
+        "gauge",
+        "acme[gauge]: it is built for version 1 of the hooks, and geartrain 0.",
+        "has 3; 2: on_tick has no arguments; 3: on_tock is gone. Fix: update its hookimpls",
+    )
+    dists.add("acme-new", "class H: ...", plugins={"new": "H"}, contract={"3": "H", "2": "H"})
+    assert Registry().select("plugin", "new").info.label == "acme-new[new]"
+
+
 def test_distribution_for_this_geartrain_is_loaded(dists):
     dists.add(
         "acme",

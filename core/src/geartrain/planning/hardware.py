@@ -42,16 +42,18 @@ def isolated(label: str) -> Iterator[None]:
     before, start = {name: read() for name, read in readers.items()}, time.perf_counter()
     with _one_probe, redirect_stdout(sys.stderr):
         yield
-    seconds, fix = time.perf_counter() - start, f"Fix: --block {label}, or report it to its author"
-    if changed := [name for name, read in readers.items() if read() != before[name]]:
-        for name in changed:
-            # None removes the mode by which torch applies another default device.
-            value = None if str(before[name]) == "cpu" else before[name]
-            getattr(torch, _SETTINGS[name][1])(value)
-        what = f"{label} changed torch's {' and '.join(changed)} when it was probed"
-        warnings.warn(f"{what}, which geartrain undid. {fix}", stacklevel=4)
+    seconds = time.perf_counter() - start
+    changed = [name for name, read in readers.items() if read() != before[name]]
+    for name in changed:
+        # None removes the mode by which torch applies another default device.
+        value = None if str(before[name]) == "cpu" else before[name]
+        getattr(torch, _SETTINGS[name][1])(value)
+    effects = [f"changed torch's {' and '.join(changed)}, which geartrain undid"] if changed else []
     if torch and seconds > 1:
-        warnings.warn(f"{label} took {seconds:.1f} s when it was probed. {fix}", stacklevel=4)
+        effects.append(f"took {seconds:.1f} s")
+    if effects:
+        what = f"{label} {', and '.join(effects)} when it was probed"
+        warnings.warn(f"{what}. Fix: --block {label}, or report it to its author", stacklevel=4)
 
 
 def ask(accelerator: Any) -> str | None:

@@ -15,7 +15,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from importlib_metadata import EntryPoint
+from importlib_metadata import EntryPoint, PackageNotFoundError, version
 
 from geartrain._version import __version__
 from geartrain.errors import UsageError, nearest
@@ -23,6 +23,7 @@ from geartrain.errors.distributions import canonical, entry_points
 from geartrain.errors.hints import hint
 from geartrain.errors.known import KNOWN, NOT_SHIPPED
 from geartrain.hooks.plugin_info import GROUPS, LoadedPlugin, PluginInfo
+from geartrain.hookspecs import CONTRACT, CONTRACT_CHANGES
 from geartrain.planning.hardware import ask, isolated
 
 #: The state of ``sys.path`` at the last scan of the metadata, and its result. A scan of a hundred
@@ -185,10 +186,9 @@ class Registry:
                 its entry point is neither a class nor a function.
         """
         label, home = candidate.label, candidate.distribution
-        if canonical(home) != "geartrain" and (needed := _other_core(candidate)):
-            what = f"it requires {needed}, and geartrain {__version__} is installed"
-            fix = f"pip install '{needed}', or use another version of {home}"
-            raise UsageError(f"{label}: {candidate.fail(what)}. Fix: {fix}")
+        if canonical(home) != "geartrain" and (reason := _mismatch(candidate)):
+            reason += f", or use another version of {home}"
+            raise UsageError(f"{label}: {candidate.fail(reason)}")
         try:
             loaded = candidate.entry_point.load()
         except KeyboardInterrupt:
@@ -289,21 +289,34 @@ def _installed() -> list[InstalledPlugin]:
     return [InstalledPlugin(*found) for found in _scanned[1]]
 
 
-def _other_core(candidate: InstalledPlugin) -> str | None:
-    """Return the requirement of another version of geartrain that a distribution has, if any."""
+def _mismatch(candidate: InstalledPlugin) -> str:
+    """Return what of geartrain a distribution needs in another version, with the fix; or ""."""
     # Not above: it would slow down the listing of plugins.
     from packaging.requirements import InvalidRequirement, Requirement
 
-    for line in (candidate.entry_point.dist and candidate.entry_point.dist.requires) or ():
+    if (dist := candidate.entry_point.dist) is None:
+        return ""
+    names = dist.entry_points.select(group="geartrain.contract").names
+    contracts = [int(name) for name in names if name.isdecimal()]
+    if contracts and CONTRACT not in contracts:
+        newest = max(contracts)
+        what = f"it is built for version {newest} of the hooks, and geartrain {__version__} has"
+        changed = [f"; {n}: {CONTRACT_CHANGES[n]}" for n in range(newest + 1, CONTRACT + 1)]
+        fix = "update its hookimpls" if changed else "pip install -U geartrain"
+        return f"{what} {CONTRACT}{''.join(changed)}. Fix: {fix}"
+    for line in dist.requires or ():
         try:
             needed = Requirement(line)
-        except InvalidRequirement:
+            name = canonical(needed.name)
+            installed = version(name) if name.startswith("geartrain") else ""
+        except (InvalidRequirement, PackageNotFoundError):
             continue  # geartrain doctor reports it
         applies = needed.marker is None or needed.marker.evaluate({"extra": ""})
-        fits = needed.specifier.contains(__version__, prereleases=True)
-        if canonical(needed.name) == "geartrain" and applies and not fits:
-            return f"geartrain{needed.specifier}"
-    return None
+        if installed and applies and not needed.specifier.contains(installed, prereleases=True):
+            plain = f"{name}{needed.specifier}"
+            what = f"it requires {plain}, and {name} {installed} is installed"
+            return f"{what}. Fix: pip install '{plain}'"
+    return ""
 
 
 def _changed_at(path: str) -> int | None:
