@@ -418,10 +418,14 @@ def test_a_terminal_that_goes_away_does_not_end_the_run(terminal, clock, monkeyp
 
 
 def test_other_ranks_print_nothing(terminal, capsys):
-    strategy = type(
-        "Second", (Pretend,), {"world": gt.World(rank=1, size=2, local_rank=1, local_size=2)}
-    )
-    fit(Logging(logs), strategy=strategy(), devices=2, enable_progress_bar=True)
+    class Second(Pretend):
+        world = gt.World(rank=1, size=2, local_rank=1, local_size=2)
+
+        @hookimpl
+        def broadcast(self, obj):
+            return {} if obj is None else obj  # rank 0 has no buffers
+
+    fit(Logging(logs), strategy=Second(), devices=2, enable_progress_bar=True)
     assert capsys.readouterr() == ("", "")
 
 

@@ -155,14 +155,22 @@ def test_an_error_of_a_method_ends_the_run():
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "marked", "message"),
     [
-        ("on_save_checkpoint", "would never be called. Use instead: state_dict of the callback"),
-        ("on_epoch_end", "would never be called. Use instead: on_train_epoch_end"),
-        ("on_train_epoch_ends", "Did you mean 'on_train_epoch_end'"),
+        (
+            "on_save_checkpoint",
+            False,
+            "never be called. Use instead: state_dict of the callback",
+        ),
+        ("on_epoch_end", False, "would never be called. Use instead: on_train_epoch_end"),
+        ("on_run_start", False, "has a hook's name but no @hookimpl"),
+        ("on_validation_end", True, "has @hookimpl.* Fix: .*specname='on_validation_end'"),
+        ("on_train_epoch_ends", False, "Did you mean 'on_train_epoch_end'"),
     ],
 )
-def test_a_method_that_would_never_be_called_is_refused(name, message):
-    cls = type("Own", (EarlyStopping,), {name: lambda self, trainer, pl_module: None})
-    with pytest.raises(UsageError, match=f"callback Own.*{name}.*{message}"):
+def test_a_method_that_would_never_be_called_is_refused(name, marked, message):
+    def method(self, run): ...
+
+    cls = type("Own", (EarlyStopping,), {name: hookimpl(method) if marked else method})
+    with pytest.raises(UsageError, match=f"Own.*{name}.*{message}"):
         fit(cls("val_loss"))

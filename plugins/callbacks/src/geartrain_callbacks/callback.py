@@ -371,6 +371,13 @@ class PluginCallback(Callback, _Caller):
 
     def as_plugin(self) -> Any:
         """Check the methods, and return the callback: it is a plugin itself."""
+        for name in CALLED:
+            if _is_hookimpl(self, name):
+                raise UsageError(
+                    f"callback {type(self).__name__}.{name} has @hookimpl, and is a method of "
+                    f"callbacks here. Fix: @hookimpl(specname={name!r}) and the name _{name}; or "
+                    f"take out @hookimpl, and take the arguments of Callback.{name}"
+                )
         _check(self)
         if self._methods:  # errors of the user's methods end the run, as in every callback
             self.errors_are_warnings = False
@@ -378,7 +385,7 @@ class PluginCallback(Callback, _Caller):
 
     def __dir__(self) -> list[str]:
         """Hide what is no hookimpl of this plugin: geartrain looks for hookimpls here."""
-        hidden = {name for name in CALLED if not _is_hookimpl(self, name)}
+        hidden = set(CALLED)
         if not self._methods:
             hidden.update(name for name in vars(_Caller) if _is_hookimpl(self, name))
         return [name for name in super().__dir__() if name not in hidden]
@@ -393,6 +400,7 @@ def _check(callback: Any) -> None:
     label, base = f"callback {type(callback).__name__}", _base_of(callback)
     refuse_misspelt(callback, label, {*CALLED, *STATE}, ["same_on_all_ranks"], base)
     refuse_half_a_state(callback, label)
+    classes = type(callback).__mro__
     for method in object.__dir__(callback):
         if not method.startswith("on_") or not _overrides(callback, base, method):
             continue
@@ -400,7 +408,9 @@ def _check(callback: Any) -> None:
             raise UsageError(
                 f"{label}.{method} would never be called. Use instead: {NOT_CALLED[method]}"
             )
-        if method not in CALLED:
+        # A hookimpl that is overridden without @hookimpl: Hooks says so.
+        overrides_hook = any(hasattr(vars(c).get(method), "geartrain_impl") for c in classes)
+        if method not in CALLED and not overrides_hook:
             raise UsageError(f"{label}.{method} would never be called. {nearest(method, CALLED)}")
     refuse_unrun(type(callback), CALLED)
 
