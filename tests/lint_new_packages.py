@@ -21,7 +21,15 @@ def main() -> None:
         if known.is_dir():
             # torch's cache; mypy reads torch again if the package's settings differ.
             shutil.copytree(known, Path(folder, "cache"))
-        for kind in ("project", "strategy", "accelerator", "plugin", "command"):
+        for kind in (
+            "project",
+            "strategy",
+            "accelerator",
+            "plugin",
+            "logger",
+            "precision",
+            "command",
+        ):
             long = LONG.replace("-", "_") if kind == "project" else LONG
             for name, tools in ((SHORT, (*RUFF, MYPY)), (long, RUFF)):
                 package = Path(folder, f"{kind} {name}")

@@ -23,7 +23,9 @@ KINDS = [kind for kind in _TRY if kind != "project"]
 
 def use_of(kind, name):
     """Return the text to type on the command line to use a package."""
-    return f"geartrain {name}" if kind == "command" else f"--{kind} {name}"
+    if kind == "command":
+        return f"geartrain {name}"
+    return f"--{'plugin' if kind == 'logger' else kind} {name}"
 
 
 @pytest.fixture
@@ -232,7 +234,7 @@ def test_package(new, folder, kind, name, package, title):
     assert project["name"] == f"geartrain-{package.replace('_', '-')}"
     made = "command" if kind == "command" else f"{title}{kind.capitalize()}"
     assert project["entry-points"] == {
-        GROUPS[kind]: {name: f"geartrain_{package}:{made}"},
+        GROUPS["plugin" if kind == "logger" else kind]: {name: f"geartrain_{package}:{made}"},
         "geartrain.contract": {str(CONTRACT): "geartrain.hookspecs:CONTRACT"},
     }
     assert use_of(kind, name) in written["README.md"]

@@ -11,7 +11,14 @@ import pytest
 from ..sites import ROOT, build, environment
 
 #: Kind -> a name.
-NAMES = {"strategy": "tandem", "accelerator": "my-chip", "plugin": "grad_norm", "command": "retell"}
+NAMES = {
+    "strategy": "tandem",
+    "accelerator": "my-chip",
+    "plugin": "grad_norm",
+    "logger": "my-log",
+    "precision": "bf16-mine",
+    "command": "retell",
+}
 #: Kind -> pytest's arguments that leave out tests. :mod:`geartrain.parallel` starts and watches the
 #: strategy's ranks, and ddp's tests make these fail in every phase and by every signal. Here one
 #: error, one killed rank and one stopped rank are enough.

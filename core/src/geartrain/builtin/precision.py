@@ -95,12 +95,12 @@ class MixedPrecision:
     """Step methods run under autocast; weights, gradients and optimizer states stay in float32.
 
     Args:
-        name: the precision's name, for errors.
+        label: the precision's name in errors: ``distribution[name]``.
         dtype: the dtype of operations for which autocast considers it safe.
     """
 
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        self._label, self._dtype = f"geartrain[{name}]", dtype
+    def __init__(self, label: str, dtype: torch.dtype) -> None:
+        self._label, self._dtype = label, dtype
 
     @hookimpl(wrapper=True)
     def setup_device(self) -> Generator[None, torch.device, torch.device]:
@@ -136,7 +136,7 @@ class BF16MixedPrecision(MixedPrecision):
     """``bf16-mixed``."""
 
     def __init__(self) -> None:
-        super().__init__("bf16-mixed", torch.bfloat16)
+        super().__init__("geartrain[bf16-mixed]", torch.bfloat16)
 
 
 class ScaledPrecision(MixedPrecision):
@@ -157,7 +157,7 @@ class ScaledPrecision(MixedPrecision):
     _scaler: torch.amp.GradScaler
 
     def __init__(self) -> None:
-        super().__init__("16-mixed", torch.float16)
+        super().__init__("geartrain[16-mixed]", torch.float16)
 
     @hookimpl
     def check_plan(self, module: Module | type[Module]) -> None:

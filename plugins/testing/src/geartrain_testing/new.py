@@ -37,6 +37,8 @@ _TRY = {
     "strategy": "geartrain fit train.py --strategy {name} --devices 2",
     "accelerator": "{variable}_DEVICES=1 geartrain fit train.py --accelerator {name}",
     "plugin": "geartrain fit train.py --plugin {name}",
+    "logger": "geartrain fit train.py --plugin {name}",
+    "precision": "geartrain fit train.py --precision {name}",
     "command": "geartrain {name} RUN",
 }
 
@@ -128,7 +130,7 @@ def _check_name(kind: str, name: str) -> None:
             f"{fix}, for example {name}_2 or my_{name}"
         )
     same = _same(name)
-    if kind == "plugin":
+    if kind in ("plugin", "logger"):
         try:
             # Here, because strategies and accelerators do not need the parser.
             from geartrain_cli.arguments import option_names

@@ -1,0 +1,17 @@
+"""Run step methods under autocast in bfloat16."""
+
+from __future__ import annotations
+
+import torch
+from geartrain.plugin_api import MixedPrecision
+
+
+class MinePrecision(MixedPrecision):
+    """Step methods run under autocast in bfloat16; weights and gradients stay in float32.
+
+    ``TruePrecision`` is the base class for one dtype of weights and batches, ``ScaledPrecision``
+    the one for float16, which needs a gradient scaler.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("geartrain-mine[mine]", torch.bfloat16)
