@@ -228,7 +228,49 @@ def test_an_empty_validation_loader_is_an_error():
         fit(EvalNet(), val=[])
 
 
+def test_an_iterator_as_validation_loader_is_an_error_before_training():
+    net = EvalNet()
+    with pytest.raises(UsageError, match=r"only one validation can read. Fix: use a DataLoader"):
+        fit(net, val=(batch for batch in loader()), num_sanity_val_steps=0)
+    assert net.seen == []
+
+
+class Once:
+    """An iterable that gives batches to its first reader only."""
+
+    def __init__(self, batches):
+        self.batches = iter(batches)
+
+    def __iter__(self):
+        yield from self.batches
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_validation_without_a_batch_ends_the_run(ranks):
+    options = {"max_epochs": 3, "num_sanity_val_steps": 0}
+    run = trainer(**options) if ranks == 1 else on_threads(ranks, **options)[0]
+    with pytest.raises(TrainingError, match=r"validate loader gave no batch: Once. Fix: .*"):
+        run.fit(EvalNet(), loader(), Once(list(loader())))
+    assert run.current_epoch == 1
+
+
+@pytest.mark.parametrize("command", ["test", "predict"])
+def test_other_evaluations_without_a_batch_are_errors(command):
+    with pytest.raises(TrainingError, match=rf"{command} loader gave no batch: generator"):
+        getattr(trainer(), command)(EvalNet(), (batch for batch in ()))
+
+
 # --- sanity check ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["on_sanity_check_start", "on_sanity_check_end"])
+def test_the_hooks_of_a_sanity_check_see_its_stage(name):
+    seen = []
+    net = EvalNet()
+    setattr(net, name, lambda: seen.append((net.trainer.sanity_checking, net.trainer.training)))
+    net.on_train_start = lambda: seen.append((net.trainer.sanity_checking, net.trainer.training))
+    fit(net, val=loader(), num_sanity_val_steps=1)
+    assert seen == [(True, False), (False, True)]
 
 
 @pytest.mark.parametrize(("steps", "batches"), [(0, 0), (1, 1), (2, 2), (50, 6), (-1, 6)])
@@ -431,6 +473,22 @@ def test_eval_mode_without_gradients_and_every_submodule_as_before(command):
     assert net.modes == {False}
     assert [part.training for part in net.modules()] == before
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_wrapped_model_is_in_eval_mode_too(ranks):
+    class Peeks(EvalNet):
+        def training_step(self, batch, batch_idx):
+            modes.add(("train", self.trainer.model.training))
+            return super().training_step(batch, batch_idx)
+
+        def on_validation_epoch_end(self):
+            modes.add(("validate", self.trainer.model.training))
+
+    modes = set()
+    run = trainer(max_epochs=2) if ranks == 1 else on_threads(ranks, max_epochs=2)[0]
+    run.fit(Peeks(), loader(), loader())
+    assert modes == {("train", True), ("validate", False)}
 
 
 def test_modes_are_restored_after_an_error_too():

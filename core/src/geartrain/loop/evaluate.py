@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from geartrain.data.loaders import close_batches
+from geartrain.data.loaders import close_batches, describe
+from geartrain.errors import TrainingError
 from geartrain.module.nested import map_tensors
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from geartrain.loop.run import Run
 
 #: Stages whose methods of the module have another prefix than the stage's name.
@@ -32,7 +31,7 @@ def evaluate(run: Run, stage: str) -> Any:
     without_gradients = torch.inference_mode if run.plan.options.inference_mode else torch.no_grad
     try:
         with (
-            _eval_mode(run.module),
+            _eval_mode(run),
             without_gradients(),
             run.logs.scope(keep=stage != "sanity_check"),
         ):
@@ -71,7 +70,7 @@ def _one_loader(run: Run, index: int, prefix: str) -> list[Any]:
     keeps = returns or on.has(f"{prefix}_epoch_end")
     more = (index,) if len(stage.loaders) > 1 else ()
     outputs: list[Any] = []
-    name = "validate" if run.stage == "sanity_check" else run.stage
+    batch_idx, name = -1, "validate" if run.stage == "sanity_check" else run.stage
     batches = hooks.device_batches(run=run, loader=loader, stage=name)
     turns = run.ranks.batches(run, batches, limit)
     try:
@@ -88,17 +87,25 @@ def _one_loader(run: Run, index: int, prefix: str) -> list[Any]:
     finally:
         close_batches(turns, loader)
         close_batches(batches, loader)
+    if batch_idx < 0:  # on every rank: one without batches repeats another's sample
+        what = f"the {name} loader gave no batch: {describe(loader)}"
+        fix = "give it samples; an iterator is empty once it is read, a DataLoader or a list is not"
+        raise TrainingError(f"{what}. Fix: {fix}")
     run.batch = None
     return outputs
 
 
 @contextmanager
-def _eval_mode(module: nn.Module) -> Iterator[None]:
-    """Set eval mode, and at the end restore the mode of every submodule."""
-    training = [part for part in module.modules() if part.training]
-    module.eval()
+def _eval_mode(run: Run) -> Iterator[None]:
+    """Set eval mode, and at the end restore the mode of every submodule and wrapper."""
+    inside, model = set(run.module.modules()), run.model or run.module
+    wrappers = [module for module in model.modules() if module not in inside]
+    training = [module for module in (*wrappers, *inside) if module.training]
+    run.module.eval()  # which the module may override
+    for wrapper in wrappers:
+        wrapper.training = False
     try:
         yield
     finally:
-        for part in training:
-            part.training = True
+        for module in training:
+            module.training = True

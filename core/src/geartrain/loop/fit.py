@@ -143,10 +143,11 @@ def fit(run: Run) -> None:
     on, options = run.module_hooks, run.plan.options
     on.on_fit_start()
     if run.resumed is None and run.stages["validate"].loaders and options.num_sanity_val_steps:
-        before = random_now(run)
+        before, run.stage = random_now(run), "sanity_check"
         on.on_sanity_check_start()
         evaluate(run, "sanity_check")
         on.on_sanity_check_end()
+        run.stage = "train"
         end_all_workers(run)  # those that persist would keep the seed that they drew
         set_random(run, before)
     if run.resumed is not None and _is_done(run):  # nothing is trained; the state is of the end

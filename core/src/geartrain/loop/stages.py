@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -55,6 +55,9 @@ def set_up_loaders(run: Run, stages: Sequence[str] | None = None) -> None:
             what = f"{type(run.module).__name__} has no validation_step"
             warnings.warn(f"{what}: its {describe(loaders[0])} is not used", stacklevel=2)
             loaders = []
+        if is_optional and any(isinstance(loader, Iterator) for loader in loaders):
+            what = "the validation loader is an iterator, which only one validation can read"
+            raise UsageError(f"{what}. Fix: use a DataLoader or a list")
         if limit == 0 and not is_optional:
             name = "val" if stage == "validate" else stage
             raise UsageError(f"limit_{name}_batches=0 leaves nothing to {stage}.")

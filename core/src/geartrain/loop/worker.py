@@ -100,7 +100,7 @@ def init_process_group(run: Run) -> None:
 def _attach(run: Run, source: DataSource) -> None:
     run.logs = MetricStore(run)
     run.module_hooks, run.unwrapped = ModuleHooks(run.module), StepForwarder(run.module)
-    run.module._run, run.module._trainer = run, run.trainer
+    run.module._attach(run)
     owners = [owner for owner in (source.datamodule, run.module) if owner is not None]
     for owner in owners:
         if run.world.local_rank == 0:
@@ -110,6 +110,7 @@ def _attach(run: Run, source: DataSource) -> None:
         set_up()
     for owner in owners:
         owner.setup(run.command)
+    run.module._attach(run)  # setup may have made submodules
     warn_of_unknown(run.module)
 
 
@@ -196,7 +197,7 @@ def always_tear_down(
     run.report_teardown()
     for teardown in reversed(undo):
         _guard(failures, partial(teardown, run=run))
-    run.module._run = None
+    run.module._attach(None)
     if failures:
         raise failures[0]
 

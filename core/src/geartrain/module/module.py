@@ -66,6 +66,12 @@ class Module(MadeWith, nn.Module):
 
     # --- the module's run -------------------------------------------------------------------------
 
+    def _attach(self, run: Run | None) -> None:
+        """Attach this module, and each geartrain Module in it, to a run; detach with ``None``."""
+        for module in self.modules():
+            if isinstance(module, Module):
+                module._run, module._trainer = run, run.trainer if run else module._trainer
+
     @property
     def trainer(self) -> Trainer:
         """The trainer that runs or last ran this module.
@@ -261,12 +267,14 @@ class Module(MadeWith, nn.Module):
             TrainingError: in a Session, whose optimizers are the loop's.
         """
         self._refuse_in_own_loop("optimizers")
-        found = self._run.optimizers if self._run else []
+        run = self._run or getattr(self._trainer, "_run", None)
+        found = run.optimizers if run else []
         return found[0] if len(found) == 1 else found
 
     def lr_schedulers(self) -> Any:
         """Return the learning-rate scheduler, the list of several, or ``None``."""
-        found = [schedule.scheduler for schedule in self._run.schedulers] if self._run else []
+        run = self._run or getattr(self._trainer, "_run", None)
+        found = [schedule.scheduler for schedule in run.schedulers] if run else []
         return found[0] if len(found) == 1 else found or None
 
     # --- manual optimisation: automatic_optimization = False --------------------------------------

@@ -208,7 +208,7 @@ def attach(run: Run, models: Sequence[SessionModel]) -> None:
     """Set the run's module to all models. Warn about the newest's hooks that are never called."""
     module: Any = models[-1].module
     if isinstance(module, Module):
-        module._run, module._trainer = run, run.trainer
+        module._attach(run)
         names = [
             name
             for name in dir(Module)

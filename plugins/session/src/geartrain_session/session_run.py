@@ -94,7 +94,7 @@ class SessionRun:
         """
         for model in self.models:
             if isinstance(model.module, Module):
-                model.module._run = None
+                model.module._attach(None)
         for each in (run, *self._runs):
             each.model, each.step_functions, each.optimizers = None, {}, []
         run.module = Models()

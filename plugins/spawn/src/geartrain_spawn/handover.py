@@ -162,7 +162,7 @@ def _set(thing: Any, attributes: dict[str, Any]) -> None:
 def _make_optimizers(run: Run, brought: RankResult) -> None:
     """Create the caller's optimizers, with the state of the rank's."""
     module = run.module
-    module._run, module._trainer = run, run.trainer
+    module._attach(run)
     try:
         run.optimizers, run.schedulers = read_optimizers(module.configure_optimizers())
         for optimizer, state in zip(run.optimizers, brought.optimizers, strict=True):
@@ -176,7 +176,7 @@ def _make_optimizers(run: Run, brought: RankResult) -> None:
             stacklevel=2,
         )
     finally:
-        module._run = None
+        module._attach(None)
 
 
 # --- the objects that travel ----------------------------------------------------------------------
