@@ -76,7 +76,9 @@ _progress = _Progress(None)
 
 def _progress_of(run: Run) -> _Progress:
     global _progress
-    if run.store is None or _progress.store is not run.store:  # each run has a new store
+    if run.store is None:  # the strategy connects ranks in another way
+        return _Progress(None)
+    if _progress.store is not run.store:  # each run has a new store
         _progress = _Progress(run.store)
     return _progress
 
@@ -111,14 +113,11 @@ def meet(run: Run, name: str, content: Any = None) -> list[Any]:
     header = header.to(run.device)
     table = [torch.empty_like(header) for _ in range(run.world.size)]
     _wait(run, progress, place, dist.all_gather(table, header, async_op=True))
-    ranks = [pickle.loads(ctypes.string_at(row.data_ptr(), _SIZE)) for row in map(_on_cpu, table)]
+    rows = [row.cpu() for row in table]
+    ranks = [pickle.loads(ctypes.string_at(row.data_ptr(), _SIZE)) for row in rows]
     if any(theirs != name for theirs, _, _ in ranks):
         raise _apart([place.decode(errors="replace") for _, place, _ in ranks])
     return [content for _, _, content in ranks]
-
-
-def _on_cpu(row: torch.Tensor) -> torch.Tensor:
-    return row.cpu()
 
 
 def _wait(run: Run, progress: _Progress, place: str, work: Any) -> None:
