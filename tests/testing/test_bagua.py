@@ -42,7 +42,7 @@ def conforms(
     suite |= {
         "program": f"bagua-{devices}",
         "chosen": rf"^(?!.*({unwanted}))",
-        "matrix": f"^(?!.*({OWN}))" if devices == 2 else "",
+        "matrix": f"^(?!.*({OWN}))|three" if devices == 2 else "",
     }
     return type("Conforms", (StrategyConformance,), suite)
 

@@ -79,12 +79,20 @@ def refused(folder, *ranks, **capabilities):
 
 
 def test_a_loss_that_is_near_names_the_parameters_and_the_capability(tmp_path):
-    said = refused(tmp_path, record(curve=[2.0, 1.6, 1.1], weight=1.25), record(1))
+    said = refused(tmp_path, record(curve=[2.0, 1.6, 1.1], weight=1.25), record(1, weight=1.25))
     assert "the loss differs from one process's from step 1: 1.6, expected 1.5" in said
     assert "weights on rank 0 that differ, with the difference: {'last.weight': 0.25}" in said
     assert said.endswith(
         "If this is the strategy's design, declare the capability convergence=0.06"
     )
+
+
+@pytest.mark.parametrize("identical_weights", [True, False])
+def test_convergence_is_suggested_only_if_ranks_end_as_declared(tmp_path, identical_weights):
+    ranks = record(curve=[2.0, 1.6, 1.1], weight=1.25), record(1)
+    said = refused(tmp_path, *ranks, identical_weights=identical_weights)
+    assert ("Rank 1 ends with other weights than rank 0" in said) == identical_weights
+    assert ("convergence=0.06" in said) != identical_weights
 
 
 def test_a_loss_that_is_far_has_no_capability(tmp_path):

@@ -60,9 +60,8 @@ class KitInProcess:
 
     @cached_property
     def reports(self):
-        return Reports(
-            {name: self.report(name) for name in ("sgd", "adam", "many_buckets", "accumulation")}
-        )
+        names = ("sgd", "adam", "many_buckets", "accumulation", "unfreezing")
+        return Reports({name: self.report(name) for name in names})
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be sharded", "ignore:the training loaders of ranks")

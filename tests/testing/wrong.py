@@ -1,6 +1,5 @@
 """Wrong strategies, each with the kit's cases that must catch it, and their messages."""
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -11,17 +10,20 @@ from geartrain_testing.program import COMPARED
 EQUAL = "test_equals_one_process[{}]".format
 #: Cases whose scenarios share programs. The other cases are chosen by name.
 SHARED = r"^(?!test_(error_in|signal|one_device|multi_node|key_on_one_rank))"
+#: Cases about long training, types, starts and checkpoints.
+STEPPED = (
+    r"\[(sgd|adam)\]|every_step|unequal_b|dtypes|unfreezing|resume|large_numbers|test_nan"
+    r"|test_start|start_apart|is_left"
+)
 #: Cases about training, about other results of ranks, and about the rest. A wrong strategy runs one
-#: of these groups, because all cases would take minutes; GEARTRAIN_TEST_FULL=1 runs all. By default
-#: it runs even fewer: see each().
+#: of these groups, because all cases would take minutes. By default it runs even fewer: see
+#: each().
 TRAINING = r"equals_one_process|identical|communication|start_apart|buffers|no_sync|is_left"
 COMPUTED = (
     r"\[sgd\]|coverage|sharded|samples|uneven|metrics|weighted_means|gather|broadcast|barrier"
     r"|fit_v|caller|is_left"
 )
 AROUND = r"\[sgd\]|fit_v|caller|plugins|metadata|loopback|is_left"
-if os.environ.get("GEARTRAIN_TEST_FULL") == "1":
-    TRAINING = COMPUTED = AROUND = SHARED
 
 #: Regular expressions of the cases' messages.
 LOSS = "the loss differs from one process's from step"
@@ -35,6 +37,8 @@ SUMS = (
     r"(declare the capability convergence=|No convergence is possible)"
 )
 SEEN, UNSEEN = "were seen more than once", "no rank saw the samples"
+NAN = r"gradient of the last rank was NaN in the last step, and the weight on rank \d is"
+RESUMED = "rank [01] of a resumed fit ends with other weights than in a whole"
 LEFT = "left behind by programs that succeeded(.|\n)*{}".format
 
 
@@ -59,7 +63,7 @@ class Wrong:
 
 WRONG = {
     # A correct strategy: nothing may fail.
-    "plain": Wrong("plain", {}, SHARED),
+    "plain": Wrong("plain", {}, f"{SHARED}|three"),
     # Training.
     "sums": Wrong(
         "sums", {**{EQUAL(name): SUMS for name in COMPARED}, EQUAL("clipping"): WEIGHTS}, TRAINING
@@ -120,6 +124,82 @@ WRONG = {
     ),
     "reduces every micro-batch": Wrong(
         "reduces-every-micro-batch", {"test_no_sync": "every micro-batch is reduced"}, TRAINING
+    ),
+    # Long training, types, starts, checkpoints.
+    "averages with a neighbour": Wrong(
+        "averages-with-a-neighbour",
+        {"test_three_devices[every_step]": r"in 80 of 80 steps: step 1: \S+, expected 2;"},
+        r"\[sgd\]|three_devices\[every_step\]",
+    ),
+    "first dtype only": Wrong(
+        "first-dtype-only",
+        {
+            "test_dtypes": "trained 'bf16' by .*reduce the gradients of each type",
+            "test_every_step": "in 80 of 80 steps",
+            "test_unequal_batches": "in 20 of 20 steps",
+            "test_nan": NAN,
+        },
+        STEPPED,
+    ),
+    "rounds to the first dtype": Wrong(
+        "rounds-to-the-first-dtype", {"test_dtypes": "trained 'f32' by"}, STEPPED
+    ),
+    "caches parameters": Wrong(
+        "caches-parameters", {"test_unfreezing": "its gradients were not averaged"}, STEPPED
+    ),
+    "drops small batches": Wrong(
+        "drops-small-batches", {"test_unequal_batches": "by the size of a batch"}, STEPPED
+    ),
+    "weighs by batch size": Wrong(
+        "weighs-by-batch-size", {"test_unequal_batches": r"Batch sizes by rank: \{"}, STEPPED
+    ),
+    "skips every 50th step": Wrong(
+        "skips-every-50th-step",
+        {"test_every_step": "in 2 of 80 steps: step 50: -?0, expected 1.5; step 100: -?0"},
+        STEPPED,
+    ),
+    "stops after 50 steps": Wrong(
+        "stops-after-50-steps",
+        {
+            "test_every_step": "in 40 of 80 steps: step 51: 1, expected 1.5",
+            "test_unequal_batches": "in 10 of 20 steps",
+            "test_nan": NAN,
+        },
+        STEPPED,
+    ),
+    "is stale": Wrong(
+        "stale",
+        {"test_every_step": "in 1 of 80 steps: step 100: -?0", "test_resume": RESUMED},
+        STEPPED,
+        capabilities={"convergence": 0.5},
+    ),
+    "hides NaN": Wrong("hides-nan", {"test_nan": NAN}, STEPPED),
+    "hides NaN in metrics": Wrong(
+        "hides-nan-in-metrics", {"test_nan": "a metric that is NaN on one rank is"}, STEPPED
+    ),
+    "gathers as float32": Wrong(
+        "gathers-as-float32", {"test_large_numbers": "all_gather of int64 on rank 0"}, STEPPED
+    ),
+    "logs as float32": Wrong("logs-as-float32", {EQUAL("adam"): "0"}, STEPPED),
+    "broadcasts from rank 1": Wrong(
+        "broadcasts-from-rank1", {"test_start": "rank 0 starts .* has those of rank 1"}, STEPPED
+    ),
+    "leaves buffers": Wrong(
+        "leaves-buffers", {"test_start": "rank 1 starts.*offset.*count"}, STEPPED
+    ),
+    "starts as float32": Wrong(
+        "starts-as-float32", {"test_start": "rank 0 starts without .*in their own types"}, STEPPED
+    ),
+    "saves nothing": Wrong("saves-nothing", {"test_resume": "fit saved no checkpoint"}, STEPPED),
+    "loads on rank 0": Wrong("loads-on-rank0", {"test_resume": RESUMED}, STEPPED),
+    "forgets optimizers": Wrong(
+        "forgets-optimizers", {"test_resume": "the program ended with exit code"}, STEPPED
+    ),
+    "forgets its state": Wrong(
+        "forgets-its-state",
+        {"test_resume": f"{RESUMED}(.|\n)*has state_dict"},
+        STEPPED,
+        capabilities={"convergence": 0.1},
     ),
     # Data, metrics, collectives, the caller's view.
     "one order": Wrong(
@@ -364,7 +444,7 @@ def each() -> Iterator[tuple[str, Wrong]]:
     test, "all cases", runs its whole group.
     """
     for name, wrong in WRONG.items():
-        if wrong.matrix or wrong.chosen not in (TRAINING, COMPUTED, AROUND):
+        if wrong.matrix or wrong.chosen not in (TRAINING, COMPUTED, AROUND, STEPPED):
             yield name, wrong
             continue
         few = "|".join(map(re.escape, (*wrong.fails, EQUAL("sgd"))))

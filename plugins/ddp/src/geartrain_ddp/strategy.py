@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -46,6 +46,7 @@ class DDPStrategy(ProcessGroupStrategy):
     """
 
     hookspecs = hookspecs
+    _frozen: Sequence[nn.Parameter] = ()
 
     def __init__(
         self,
@@ -120,6 +121,13 @@ class DDPStrategy(ProcessGroupStrategy):
                 "Fix: remove the plugin, or use automatic optimisation"
             )
 
+    def note_frozen(self, model: nn.Module) -> None:
+        """Remember the frozen parameters, which no bucket has.
+
+        A module that unfreezes one later trains it: its gradient is averaged apart.
+        """
+        self._frozen = [p for p in model.parameters() if not p.requires_grad]
+
     # --- hooks ------------------------------------------------------------------------------------
 
     @hookimpl
@@ -164,6 +172,8 @@ class DDPStrategy(ProcessGroupStrategy):
             and run.mode != "manual"
             and any(parameter.requires_grad for parameter in model.parameters())
         )
+        if run.command == "fit" and run.mode != "manual":
+            self.note_frozen(model)
         return (
             self.configure_ddp(run, model.to(run.device))
             if trains
@@ -192,11 +202,20 @@ class DDPStrategy(ProcessGroupStrategy):
     def reduce_gradients(self, run: Run) -> None:
         """Check that each parameter has a gradient; DDP reduced them during backward.
 
+        Parameters that the module has unfrozen are in no bucket of DDP, and are averaged here.
+
         Raises:
             TrainingError: a parameter has none; DDP would wait for it, and fail at the next step.
         """
         if run.mode == "automatic" and isinstance(run.model, _Model):
             run.model.check_gradients()
+        if late := [parameter for parameter in self._frozen if parameter.requires_grad]:
+            self.average_gradients(run, late, [parameter.grad is not None for parameter in late])
+
+    @hookimpl
+    def teardown_process_group(self) -> None:
+        self._frozen = ()
+        super().teardown_process_group()
 
 
 class _Model(DistributedDataParallel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from geartrain_testing.cases_training import ONE_RANK, uses
 from geartrain_testing.checks import numbers
 from geartrain_testing.kit import Kit, Report, fits, need
+from geartrain_testing.nets import LARGE
 from geartrain_testing.scenarios import EVALUATED, EVALUATION_BATCH
 
 #: Relative tolerance of metrics that are whole numbers or their means, in float64.
@@ -174,6 +176,50 @@ class Cases:
                 f"the mean of ones is {record['metrics']['one']} on rank {record['rank']}"
             )
             assert abs(record["metrics"]["weighted"] - expected) < _EXACT
+
+    @uses("metrics", "collectives")
+    def test_large_numbers(self, kit: Kit) -> None:
+        """Metrics keep whole numbers above 2**24, and ``all_gather`` int64 above 2**53."""
+        for record in kit.report("metrics").ranks("validate"):
+            found, expected = record["metrics"]["large"], 2**24 + EVALUATED - 1
+            assert found == expected, (
+                f"a metric is {found:.0f} on rank {record['rank']}, expected {expected}. "
+                "Fix: log_sync sends float64"
+            )
+        mine = torch.stack([torch.arange(3) + LARGE + 10 * rank for rank in range(kit.ranks)])
+        for record in kit.report("collectives").ranks("validate"):
+            found = record["notes"]["gathered"]["large"]
+            assert torch.equal(found, mine), (
+                f"all_gather of int64 on rank {record['rank']}: {found.tolist()}, expected "
+                f"{mine.tolist()}. Fix: all_gather sends each tensor in its own type"
+            )
+
+    @uses("every_step", "metrics", "collectives")
+    def test_nan(self, kit: Kit) -> None:
+        """NaN on one rank is NaN on all: in gradients, in a mean of metrics, and gathered.
+
+        Otherwise a run that is broken would look healthy.
+        """
+        for record in kit.report("metrics").ranks("validate"):
+            found = record["metrics"]["nan"]
+            assert math.isnan(found), (
+                f"a metric that is NaN on one rank is {found} on rank {record['rank']}. "
+                "Fix: log_sync must not change values"
+            )
+        for record in kit.report("collectives").ranks("validate"):
+            found = record["notes"]["gathered"]["nan"]
+            assert found.isnan().any(-1).all(), (
+                f"all_gather of NaN on rank {record['rank']}: {found.tolist()}. "
+                "Fix: all_gather must not change values"
+            )
+        if kit.can.convergence is None:
+            for record in kit.report("every_step").ranks():
+                found = record["weights"]["broken"]
+                assert found.isnan().all(), (
+                    f"the gradient of the last rank was NaN in the last step, and the weight on "
+                    f"rank {record['rank']} is {found.tolist()}. Fix: reduce_gradients must not "
+                    "replace NaN, nor leave out a rank"
+                )
 
     def test_key_on_one_rank(self, kit: Kit) -> None:
         """A ``sync_dist`` metric on one rank only is an error that names the key and the rank."""

@@ -8,14 +8,21 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from geartrain_testing.checks import equals_one_process, identical_on_ranks
+from geartrain_testing.checks import (
+    MOVED,
+    differing,
+    equals_one_process,
+    every_step,
+    identical_on_ranks,
+    some,
+    wrong_steps,
+)
 from geartrain_testing.kit import RANKS, Kit, fits, need
+from geartrain_testing.nets import DIGIT, STEPS, batch_size, is_unequal
 from geartrain_testing.program import COMPARED
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 ONE_RANK = "one rank has nothing to compare with"
-#: An entry of ``nets.OwnEntries`` above this was trained, not rounded; its own rank's ends near 1.
-MOVED = 1e-3
 
 
 def uses(*scenarios: str, start: str = RANKS) -> Callable[[_F], _F]:
@@ -87,6 +94,122 @@ class TrainingCases:
         need(kit.ranks > 1, ONE_RANK)
         need(kit.can.identical_weights, "identical_weights is declared off")
         identical_on_ranks(kit.report("start_apart"))
+
+    @uses("start_apart")
+    def test_start(self, kit: Kit) -> None:
+        """Every rank starts with the weights and the buffers of rank 0, bit for bit."""
+        records = kit.report("start_apart").ranks()
+        made = records[0]["notes"]["made"]
+        for record in records:
+            off = differing(record["notes"]["start"], made, 0.0, 0.0)
+            same = [
+                other["rank"]
+                for other in records[1:]
+                if not differing(record["notes"]["start"], other["notes"]["made"], 0.0, 0.0)
+            ]
+            has = f", and has those of rank {same[0]}" if same else ""
+            assert not off, (
+                f"rank {record['rank']} starts without the weights and buffers of rank 0{has}; "
+                f"largest differences: {off}. Fix: wrap_model copies the parameters and buffers of "
+                "rank 0 to every rank, in their own types"
+            )
+
+    # --- a hundred steps --------------------------------------------------------------------------
+
+    @uses("every_step")
+    def test_every_step(self, kit: Kit) -> None:
+        """Each of 100 steps trains with the mean of all ranks' gradients."""
+        steps = [step for step in range(STEPS) if not is_unequal(step)]
+        for record, trained in every_step(kit):
+            off = wrong_steps(kit, trained["steps"], steps)
+            assert not off, (
+                f"rank {record['rank']} trained by other amounts than the mean gradient in "
+                f"{len(off)} of {len(steps)} steps: {some(off)}. Fix: each step must apply its own "
+                "mean over all ranks: not none, not a part of it, and not that of an earlier step"
+            )
+
+    @uses("every_step")
+    def test_unequal_batches(self, kit: Kit) -> None:
+        """Ranks with batches of 1 to 4 samples count equally: the gradient is the ranks' mean."""
+        steps = [step for step in range(STEPS) if is_unequal(step)]
+        for record, trained in every_step(kit):
+            off = wrong_steps(kit, trained["steps"], steps)
+            sizes = {
+                step + 1: [batch_size(rank, step) for rank in range(kit.ranks)] for step in steps
+            }
+            assert not off, (
+                f"rank {record['rank']} trained by other amounts than the mean gradient in "
+                f"{len(off)} of {len(steps)} steps with unequal or short batches: {some(off)}. "
+                f"Batch sizes by rank: { {step: sizes[step] for step in list(off)[:4]} }. "
+                "Fix: do not weigh, drop or replace gradients by the size of a batch"
+            )
+
+    @uses("every_step")
+    def test_dtypes(self, kit: Kit) -> None:
+        """Parameters of bfloat16, float32 and float64 in one model train by the same amounts."""
+        for record, trained in every_step(kit):
+            expected = trained["f64"] / (1 + DIGIT["f64"])
+            for name, tolerance in (("bf16", 1e-2), ("f32", 1e-5), ("f64", 1e-12)):
+                found = trained[name].double() / (1 + DIGIT[name])
+                if kit.can.convergence is None:
+                    good = torch.allclose(found, expected, rtol=tolerance, atol=tolerance)
+                else:
+                    good = bool((found.abs() > MOVED).all())
+                assert good, (
+                    f"rank {record['rank']} trained {name!r} by "
+                    f"{found.tolist()}, and 'f64' by {expected.tolist()}. "
+                    "Fix: reduce the gradients of each type, each in its own type"
+                )
+
+    @uses("unfreezing")
+    def test_unfreezing(self, kit: Kit) -> None:
+        """A parameter that is unfrozen in the middle trains on all ranks, or is an error.
+
+        The error names the parameter. A run that continues would let the ranks' weights differ.
+        """
+        report = kit.reports.by_name["unfreezing"]
+        refused = report.error is not None and "unfrozen_late" in report.error
+        for record in [] if refused else report.check().ranks():
+            moved = (-record["weights"]["unfrozen_late"]).tolist()
+            if kit.can.convergence is None:
+                good = all(abs(each - 0.3) < 1e-6 for each in moved)
+            else:
+                good = all(abs(each) > MOVED for each in moved)
+            assert good, (
+                f"rank {record['rank']} trained a parameter that was unfrozen after 3 of 6 steps "
+                f"by {moved}, expected 0.3 in each rank's entry: its gradients were not averaged. "
+                "Fix: look at requires_grad in each step; or raise an error with the name of the "
+                "parameter"
+            )
+
+    @uses("adam", "resume")
+    def test_resume(self, kit: Kit) -> None:
+        """A fit that stops after an epoch and resumes from its checkpoint equals a whole fit.
+
+        Strategies whose ranks have different weights are only compared by their loss.
+        """
+        report, whole = kit.report("resume"), kit.report("adam").ranks()
+        assert (report.folder / "output" / "last.ckpt").exists(), (
+            "fit saved no checkpoint: output/last.ckpt does not exist. "
+            "Fix: save_checkpoint writes to its path on one rank or on all, or leave the hook out"
+        )
+        resumed = report.ranks(number=1)
+        if not kit.can.identical_weights:
+            most = whole[0]["curve"][-1] + (kit.can.convergence or 0) * whole[0]["curve"][0]
+            found = resumed[0]["curve"][-1]
+            assert found <= most, (
+                f"a resumed fit ends with the loss {found}; after a whole fit's "
+                f"{whole[0]['curve'][-1]} it may be {most}"
+            )
+            return
+        for mine, record in zip(whole, resumed, strict=True):
+            off = differing(record["weights"], mine["weights"])
+            assert not off, (
+                f"rank {record['rank']} of a resumed fit ends with other weights than in a whole "
+                f"fit; largest differences: {off}. Fix: load_checkpoint returns the whole state on "
+                "every rank; and a strategy with a state of its own, such as errors of compressed "
+                "gradients, has state_dict() and load_state_dict(state)"
+            )
 
     @uses("buffers")
     def test_buffers(self, kit: Kit) -> None:

@@ -54,7 +54,7 @@ def command(name: str, argv: list[str]) -> None:
         "--devices",
         type=int,
         metavar="N",
-        help="devices to run on; default 2, or 1 if the strategy drives one",
+        help="devices to run on; default 2 and for some cases 3, or 1 if the strategy drives one",
     )
     parser.add_argument(
         "--without",

@@ -12,8 +12,17 @@ from geartrain_testing.capabilities import Capabilities
 from geartrain_testing.cases import Cases
 from geartrain_testing.cases_failures import FailureCases
 from geartrain_testing.cases_launch import LaunchCases
-from geartrain_testing.cases_training import TrainingCases
-from geartrain_testing.kit import RANKS, Kit, Programs
+from geartrain_testing.cases_training import TrainingCases, uses
+from geartrain_testing.kit import RANKS, THREE, Kit, Programs
+
+#: Scenario -> the cases that also run on three ranks.
+ON_THREE = {
+    "every_step": ("every_step", "unequal_batches", "dtypes"),
+    "start_apart": ("start", "ranks_that_start_apart"),
+    "collectives": ("all_gather", "broadcast"),
+    "metrics": ("metrics", "weighted_means"),
+    "evaluation_coverage": ("evaluation_coverage",),
+}
 
 
 class StrategyConformance(TrainingCases, Cases, LaunchCases, FailureCases):
@@ -48,6 +57,17 @@ class StrategyConformance(TrainingCases, Cases, LaunchCases, FailureCases):
     #: another. Their ranks must start in the same way. Leftovers of the program are a failure of
     #: each class.
     program: str = ""
+
+    @pytest.mark.parametrize("scenario", ON_THREE)
+    @uses(start=THREE)
+    def test_three_devices(self, kit: Kit, scenario: str) -> None:
+        """Cases that two ranks may pass by chance pass on three ranks too."""
+        three = kit.on_three()
+        if three is None:
+            pytest.skip("the other cases do not run on two devices, or three are refused")
+        for case in ON_THREE[scenario]:
+            if check := getattr(self, f"test_{case}", None):
+                check(three)
 
     @pytest.fixture(scope="class")
     @classmethod

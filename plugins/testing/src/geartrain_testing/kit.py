@@ -6,7 +6,8 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from geartrain import Trainer
+from geartrain import Trainer, UsageError
 from geartrain.plugin_api import InstalledPlugin, Registry
 from geartrain_testing.capabilities import Capabilities
 from geartrain_testing.launching import Launched, free_port
@@ -88,8 +89,9 @@ _CAPABILITY_OF = {
     "weighted_loss": "weighted_loss",
 }
 
-#: The start of a shared scenario: on the class's devices, on one device, or on two 1-device nodes.
-RANKS, ONE_DEVICE, TWO_NODES = "ranks", "one-device", "two-nodes"
+#: The start of a shared scenario: on the class's devices, on one device, on two 1-device nodes, or
+#: on three devices: with two ranks, a neighbour is everyone.
+RANKS, ONE_DEVICE, TWO_NODES, THREE = "ranks", "one-device", "two-nodes", "three"
 
 
 class Programs:
@@ -182,8 +184,19 @@ class Kit:
             self.wanted.pop(ONE_DEVICE, None)  # the other scenarios run on one device
         if not self.can.multi_node:
             self.wanted.pop(TWO_NODES, None)
+        #: The request for three devices; ``None`` if the other scenarios run on another number than
+        #: two, or the strategy refuses three.
+        self.three: Request | None = None
+        if self.request.devices == 2 and THREE in self.wanted:
+            with suppress(UsageError):
+                self.three = replace(
+                    self._request(suite.options, 3), optimizer=dict(suite.optimizer)
+                )
+        if self.three is None:
+            self.wanted.pop(THREE, None)
         self.programs = Programs(folder) if programs is None else programs
         self.programs.kits.append(self)
+        self._key, self.start = self, RANKS
 
     def _request(self, options: Mapping[str, Any], devices: int) -> Request:
         trainer = Trainer(
@@ -211,7 +224,8 @@ class Kit:
 
     def shared_request(self, start: str) -> Request:
         """Return the request for the wanted shared scenarios."""
-        request = replace(self.request, scenarios=list(self.wanted[start]))
+        chosen = self.three if start == THREE and self.three is not None else self.request
+        request = replace(chosen, scenarios=list(self.wanted[start]))
         if start == ONE_DEVICE:
             return replace(request, devices=1, ranks=1, global_batch=BATCH)
         if start == TWO_NODES:
@@ -229,10 +243,23 @@ class Kit:
         """The reports of every wanted scenario on the class's devices."""
         return self.programs.reports(RANKS)[self]
 
-    def report(self, scenario: str, start: str = RANKS) -> Report:
-        """Return the strategy's report of a scenario; fail the test if the scenario did not end."""
+    def on_three(self) -> Kit | None:
+        """Return this kit with the reports of the programs on three devices, if there are any."""
+        if self.three is None:
+            return None
+        kit = copy(self)
+        kit.request, kit.ranks, kit.start = self.three, self.three.ranks, THREE
+        return kit
+
+    def report(self, scenario: str, start: str = "") -> Report:
+        """Return the strategy's report of a scenario; fail the test if the scenario did not end.
+
+        Args:
+            start: how its program starts; default: as this kit's programs.
+        """
+        start = start or self.start
         capability = "multi_node" if start == TWO_NODES else _CAPABILITY_OF.get(scenario, "")
-        return self.programs.reports(start)[self].by_name[scenario].check(capability)
+        return self.programs.reports(start)[self._key].by_name[scenario].check(capability)
 
     def reference(self, scenario: str, start: str = RANKS) -> Report:
         """Return the report of the same scenario in one process."""

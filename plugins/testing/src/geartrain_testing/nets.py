@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import threading
@@ -19,6 +20,8 @@ import geartrain as gt
 
 #: Environment variable with every module's optimizer and its arguments, as JSON; empty: torch's.
 OPTIMIZER = "GEARTRAIN_CONFORMANCE_OPTIMIZER"
+#: The first whole number that float64 would round.
+LARGE = 2**53 + 1
 
 
 def samples(count: int) -> TensorDataset:
@@ -74,8 +77,8 @@ class Net(gt.Module):
 
     def configure_optimizers(self) -> Any:
         trained = [p for p in self.parameters() if p.requires_grad]
-        if chosen := json.loads(os.environ.get(OPTIMIZER, "{}")):
-            return resolve_name(chosen.pop("class"))(trained, **chosen)
+        if chosen := chosen_optimizer(trained):
+            return chosen
         if self.optimizer == "two":
             return [torch.optim.SGD(trained[:2], lr=0.1), torch.optim.Adam(trained[2:], lr=0.01)]
         if self.optimizer == "adam":
@@ -83,6 +86,12 @@ class Net(gt.Module):
         # Wide layers need smaller steps: otherwise training diverges, and results say nothing.
         lr = min(0.1, 1 / self.second.in_features)
         return torch.optim.SGD(trained, lr=lr, momentum=0.5)
+
+
+def chosen_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer | None:
+    """Return the optimizer that the test class names, if any."""
+    chosen = json.loads(os.environ.get(OPTIMIZER, "{}"))
+    return resolve_name(chosen.pop("class"))(parameters, **chosen) if chosen else None
 
 
 def notes_of(run: gt.Run) -> dict[str, Any]:
@@ -170,13 +179,122 @@ class Scheduled(Net):
 
 
 class Apart(Net):
-    """A net that starts with different weights on each rank."""
+    """A net that starts with different weights and buffers on each rank.
+
+    It records its state when it is made, and when training starts.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("offset", torch.zeros(1, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
 
     def setup(self, stage: str) -> None:
+        rank = self.trainer.global_rank
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(100 + self.trainer.global_rank)
+            torch.manual_seed(100 + rank)
             for layer in (self.first, self.second, self.last):
                 layer.reset_parameters()
+        self.get_buffer("offset").fill_(rank + 1 / 3)
+        self.get_buffer("count").fill_(LARGE + rank)
+        self.notes["made"] = self._state()
+
+    def on_train_start(self) -> None:
+        self.notes["start"] = self._state()
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.detach().cpu().clone() for name, tensor in self.state_dict().items()}
+
+
+#: Steps of ``EveryStep`` before its last, in which the last rank's loss is NaN.
+STEPS = 100
+#: One rank's gradient less ``ranks``, relative to it: a smaller type would lose it.
+DIGIT = {"bf16": 0.0, "f32": 2**-10, "f64": 2**-30}
+
+
+def batch_size(rank: int, step: int) -> int:
+    """Return the samples in a rank's batch in ``EveryStep``: 4, or 1 to 4 in unequal steps."""
+    return 1 + (step // 5 + rank) % 4 if is_unequal(step) else 4
+
+
+def is_unequal(step: int) -> bool:
+    """True for the steps of ``EveryStep``, from 0, in which ranks have unequal batches."""
+    return step % 5 == 2
+
+
+class EveryStep(Net):
+    """Moves a known entry of each parameter in each step, so that a lost gradient shows.
+
+    The loss is a sum of parameters, so gradients do not depend on weights or samples. The mean over
+    ranks is 1 for each entry of ``bf16``, ``f32`` and ``f64``, which have an entry for each
+    rank; of ``steps``, which has one for each step, the mean of the ranks' numbers, from 1. SGD
+    with the learning rate 1 subtracts it. In the last step ``broken`` has the gradient NaN on the
+    last rank.
+
+    Args:
+        ranks: the number of ranks.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self.first = self.second = self.last = nn.Identity()  # type: ignore[assignment]
+        # The smallest type is first: a strategy may use the first one for all.
+        self.bf16 = nn.Parameter(torch.zeros(ranks, dtype=torch.bfloat16))
+        self.f32 = nn.Parameter(torch.zeros(ranks, dtype=torch.float32))
+        self.f64 = nn.Parameter(torch.zeros(ranks, dtype=torch.float64))
+        self.steps = nn.Parameter(torch.zeros(STEPS + 1, dtype=torch.float64))
+        self.broken = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        rank = self.trainer.global_rank
+        sizes = [batch_size(rank, step) for step in range(STEPS + 1)]
+        return DataLoader(Batches(sizes), batch_size=None)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == STEPS:
+            self.notes["trained"] = {
+                name: parameter.detach().cpu().clone()
+                for name, parameter in self.named_parameters()
+            }
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rank = self.trainer.global_rank
+        breaks = batch_idx == STEPS and rank == self.ranks - 1
+        own = self.ranks
+        return (
+            self.bf16[rank].double() * own * (1 + DIGIT["bf16"])
+            + self.f32[rank].double() * own * (1 + DIGIT["f32"])
+            + self.f64[rank] * own * (1 + DIGIT["f64"])
+            + self.steps[batch_idx] * (rank + 1)
+            + self.broken.sum() * (math.nan if breaks else 0.0)
+        )
+
+    def configure_optimizers(self) -> Any:
+        trained = list(self.parameters())
+        return chosen_optimizer(trained) or torch.optim.SGD(trained, lr=1.0)
+
+
+class Unfreezes(Net):
+    """Unfreezes a parameter before the fourth step; each rank moves its own entry."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.unfrozen_late = nn.Parameter(
+            torch.zeros(ranks, dtype=torch.float64), requires_grad=False
+        )
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            self.unfrozen_late.requires_grad_(True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        own = self.unfrozen_late[self.trainer.global_rank] * len(self.unfrozen_late)
+        return super().training_step(batch, batch_idx) + own
+
+    def configure_optimizers(self) -> Any:
+        every = list(self.parameters())
+        return chosen_optimizer(every) or torch.optim.SGD(every, lr=0.1)
 
 
 class OwnEntries(Net):
@@ -236,6 +354,9 @@ class Metrics(Net):
         self.log("min", number.min(), reduce_fx="min", sync_dist=True)
         self.log("max", number.max(), reduce_fx="max", sync_dist=True)
         self.log("one", 1.0, sync_dist=True)
+        # NaN for one sample, which only one rank has; and digits that float32 would lose.
+        self.log("nan", torch.where(number == 0, math.nan, 1.0).mean(), sync_dist=True)
+        self.log("large", 2**24 + number.max(), reduce_fx="max", sync_dist=True)
 
     test_step = validation_step
 
@@ -259,6 +380,19 @@ class Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._samples)
+
+
+class Batches(IterableDataset[Any]):
+    """Whole batches of these sizes; each rank has its own."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = sizes
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (samples(size)[:] for size in self.sizes)
 
 
 class Streams(Net):

@@ -6,6 +6,7 @@ function, none of them runs the code after ``fit``.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from geartrain import Run, hookimpl
 from geartrain_testing.launching import HAS_PROC, TOKEN, listening, processes
-from geartrain_testing.nets import notes_of
+from geartrain_testing.nets import LARGE, notes_of
 
 #: Seconds by which a rank is late to a barrier, so that others may wrongly pass before it.
 LATE = 0.4
@@ -107,6 +108,8 @@ class Collectives:
             "scalar": gather(mine[0]),
             "unequal": list(gather(torch.full((rank + 1, 2), rank, device=run.device))),
             "nested": gather({"a": [mine, (mine.double(),)]}),
+            "large": gather(mine + LARGE),
+            "nan": gather(torch.where(mine == 10 * rank, math.nan, mine.double())),
         }
         objects = [
             run.hooks.broadcast(run=run, obj={"from": rank, "text": "é" * (rank + 1)}, src=src)

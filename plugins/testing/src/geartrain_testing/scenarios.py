@@ -115,6 +115,18 @@ def start_apart(job: Job) -> None:
 
 
 @scenario
+def every_step(job: Job) -> None:
+    trainer, module = job.trainer(log_every_n_steps=50), nets.EveryStep(job.ranks)
+    trainer.fit(module)
+    job.keep(trainer, module)
+
+
+@scenario
+def unfreezing(job: Job) -> None:
+    job.fit(nets.Unfreezes(job.ranks), batches=6)
+
+
+@scenario
 def communication(job: Job) -> None:
     job.fit(nets.OwnEntries(job.ranks), max_epochs=2)
 
@@ -122,6 +134,23 @@ def communication(job: Job) -> None:
 @scenario
 def no_sync(job: Job) -> None:
     job.fit(nets.Gradients(), batches=2, accumulate_grad_batches=2)
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+@scenario
+def resume(job: Job) -> None:
+    """``adam``, in two runs: an epoch, and another from the checkpoint of the first."""
+    folder = job.folder / "output"
+    checkpoint = folder / "last.ckpt"
+    job.fit(Net(optimizer="adam"), output=str(folder))
+    if checkpoint.exists():  # else the case fails
+        trainer, module = job.trainer(max_epochs=2), Net(optimizer="adam")
+        for parameter in module.parameters():
+            parameter.detach().zero_()  # the checkpoint has the weights
+        trainer.fit(module, job.batches(7), ckpt_path=checkpoint)
+        job.keep(trainer, module)
 
 
 # --- data -----------------------------------------------------------------------------------------

@@ -149,3 +149,31 @@ class EvaluatesZeros(Plain):
                 for parameter in model.parameters():
                     parameter.zero_()
         return model
+
+
+class GathersAsFloat32(Plain):
+    """Tensors travel as float32."""
+
+    @hookimpl
+    def all_gather(self, run, tensor):
+        found = parallel.gather_uneven(run, tensor.float())
+        if isinstance(found, torch.Tensor):
+            return found.to(tensor.dtype)
+        return [part.to(tensor.dtype) for part in found]
+
+
+class LogsAsFloat32(Plain):
+    """Metrics travel as float32."""
+
+    @hookimpl
+    def log_sync(self, run, values):
+        # The header, which has hashes, is left alone.
+        return super().log_sync(run, values if len(values) == 3 else values.float().double())
+
+
+class HidesNaNInMetrics(Plain):
+    """A metric that is NaN becomes 0."""
+
+    @hookimpl
+    def log_sync(self, run, values):
+        return super().log_sync(run, values if len(values) == 3 else values.nan_to_num())

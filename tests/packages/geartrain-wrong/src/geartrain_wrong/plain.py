@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 
 import torch
@@ -45,6 +45,13 @@ def average(run, parameters: Iterable[nn.Parameter], by_users: bool = False) -> 
     Args:
         by_users: divide by the number of ranks that have a gradient, which is wrong.
     """
+    for parameter, users in used(parameters):
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= users if by_users else run.world.size
+
+
+def used(parameters: Iterable[nn.Parameter]) -> Iterator[tuple[nn.Parameter, int]]:
+    """Yield each parameter that has a gradient on any rank, and on how many; others get zeros."""
     for parameter in parameters:
         if not parameter.requires_grad:
             continue
@@ -54,5 +61,4 @@ def average(run, parameters: Iterable[nn.Parameter], by_users: bool = False) -> 
             continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= users.item() if by_users else run.world.size
+        yield parameter, int(users.item())

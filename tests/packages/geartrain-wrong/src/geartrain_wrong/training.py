@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
 from geartrain import hookimpl
-from geartrain_wrong.plain import Plain, average
+from geartrain_wrong.plain import Plain, average, used
 
 
 class Sums(Plain):
@@ -188,3 +189,136 @@ class ReducesEveryMicroBatch(Plain):
     @hookimpl
     def reduce_gradients(self, run):
         pass
+
+
+class AveragesWithANeighbour(Plain):
+    """Each rank averages with the next rank only; with two ranks this is correct."""
+
+    @hookimpl
+    def reduce_gradients(self, run):
+        rank, size = run.world.rank, run.world.size
+        for parameter, _ in used(run.module.parameters()):
+            found = [torch.empty_like(parameter.grad) for _ in range(size)]
+            dist.all_gather(found, parameter.grad)
+            parameter.grad = (found[rank] + found[(rank + 1) % size]) / 2
+
+
+class FirstDtypeOnly(Plain):
+    """One bucket, of the first parameter's dtype; other parameters are left out."""
+
+    @hookimpl
+    def reduce_gradients(self, run):
+        parameters = list(run.module.parameters())
+        average(run, [p for p in parameters if p.dtype == parameters[0].dtype])
+
+
+class RoundsToTheFirstDtype(Plain):
+    """One bucket, of the first parameter's dtype, for all gradients."""
+
+    @hookimpl
+    def reduce_gradients(self, run):
+        first = next(run.module.parameters()).dtype
+        for parameter, _ in used(run.module.parameters()):
+            grad = parameter.grad.to(first)
+            dist.all_reduce(grad)
+            parameter.grad = (grad / run.world.size).to(parameter.dtype)
+
+
+class CachesParameters(Plain):
+    """The parameters to average are listed once, when the run starts."""
+
+    @hookimpl
+    def on_run_start(self, run):
+        self.trained = [p for p in run.module.parameters() if p.requires_grad]
+
+    @hookimpl
+    def reduce_gradients(self, run):
+        average(run, self.trained)
+
+
+class DropsSmallBatches(Plain):
+    """Gradients of a batch with fewer than three samples are thrown away."""
+
+    @hookimpl
+    def reduce_gradients(self, run):
+        if len(run.batch[0]) < 3:
+            for parameter in run.module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+        average(run, run.module.parameters())
+
+
+class WeighsByBatchSize(Plain):
+    """A rank with a larger batch counts more."""
+
+    @hookimpl
+    def reduce_gradients(self, run):
+        mine = float(len(run.batch[0]))
+        sizes = torch.tensor([mine])
+        dist.all_reduce(sizes)
+        for parameter, _ in used(run.module.parameters()):
+            parameter.grad *= mine / sizes.item()
+            dist.all_reduce(parameter.grad)
+
+
+class SkipsEvery50thStep(Plain):
+    """Every 50th step is lost, as to a checkpoint or a rebuilt communicator."""
+
+    @hookimpl
+    def optimizer_step(self, run, optimizer):
+        if (run.step + 1) % 50:
+            optimizer.step()
+
+
+class StopsAfter50Steps(Plain):
+    """From the 51st step on, each rank trains alone."""
+
+    @hookimpl
+    def reduce_gradients(self, run):
+        if run.step < 50:
+            average(run, run.module.parameters())
+
+
+class Stale(Plain):
+    """Each step uses the means of the step before; the last are lost."""
+
+    before: ClassVar[dict] = {}
+
+    @hookimpl
+    def reduce_gradients(self, run):
+        average(run, run.module.parameters())
+        for parameter in run.module.parameters():
+            if parameter.grad is not None:
+                mean = parameter.grad.clone()
+                parameter.grad = self.before.get(parameter, torch.zeros_like(mean))
+                self.before[parameter] = mean
+
+
+class HidesNaN(Plain):
+    """NaN becomes 0."""
+
+    @hookimpl
+    def reduce_gradients(self, run):
+        average(run, run.module.parameters())
+        for parameter in run.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.nan_to_num_()
+
+
+class ForgetsItsState(Plain):
+    """Sends rounded gradients, and adds the errors to the next; no checkpoint has the errors."""
+
+    capabilities: ClassVar[dict] = {"convergence": 0.1}
+
+    def __init__(self, timeout: float = 60.0) -> None:
+        super().__init__(timeout)
+        self.errors = {}
+
+    @hookimpl
+    def reduce_gradients(self, run):
+        for parameter in run.module.parameters():
+            if parameter.grad is not None:
+                wanted = parameter.grad + self.errors.get(parameter, 0.0)
+                parameter.grad = (64 * wanted).round() / 64
+                self.errors[parameter] = wanted - parameter.grad
+        average(run, run.module.parameters())
