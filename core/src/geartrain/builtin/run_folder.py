@@ -104,7 +104,7 @@ class RunFolder:
     def log_metrics(self, run: Run, metrics: Mapping[str, float], step: int) -> None:
         if self._metrics is not None:
             line = {"step": step, "epoch": run.epoch, "stage": run.stage, **_writable(metrics)}
-            self._append(run, f"{json.dumps(line, allow_nan=False)}\n".encode())
+            self._metrics.append(f"{json.dumps(line, allow_nan=False)}\n".encode())
 
     @hookimpl
     def log_media(self, media: Media) -> None:
@@ -152,17 +152,13 @@ class RunFolder:
         except (OSError, ValueError, TrainingError) as second:
             error.add_note(f"and then: summary.json could not be written: {second}")
 
-    def _append(self, run: Run, line: bytes) -> None:
-        assert self._metrics is not None
-        self._metrics.append(line)  # warns if the user has removed the folder
-        if not (path := self.path / "plan.json").exists():
-            _write_json(path, run.plan.as_dict())
-
     def _close(self, run: Run, outcome: dict[str, Any]) -> None:
         if self._metrics is None:
             return
-        self._append(run, b"")
+        self._metrics.append(b"")  # warns if the user has removed the folder
         self._metrics.close()
+        if not (self.path / "plan.json").exists():
+            _write_json(self.path / "plan.json", run.plan.as_dict())
         self._metrics = None
         self._last |= run.reported
         seconds = round(time.monotonic() - self._started, 3)

@@ -255,15 +255,15 @@ def _newest_first(paths: Iterable[Path]) -> list[Path]:
 
 
 def _furthest_first(paths: Iterable[Path]) -> Iterator[Path]:
-    """Yield the checkpoints from which a fit can resume, most steps first; then damaged ones."""
+    """Yield damaged checkpoints, then those from which a fit can resume, most steps first."""
     found = {path: checkpoint_file.progress(path) for path in paths}
     fits = {path: progress for path, progress in found.items() if progress is not None}
-    yield from sorted(fits, key=lambda path: fits[path], reverse=True)
     for path in (path for path in found if path not in fits):
         try:
             checkpoint_file.check(path)  # only weights, or a user's file
         except TrainingError:
             yield path
+    yield from sorted(fits, key=lambda path: fits[path], reverse=True)
 
 
 def _is_whole(path: Path) -> bool:

@@ -21,7 +21,6 @@ from geartrain.files.atomic import replacing
 #: The comment is this, the SHA-256, in hexadecimal digits, of the archive without a comment and of
 #: the progress, and the progress: three numbers, or blanks if no ``fit`` can resume from the file.
 _MARK = b"geartrain sha256 "
-_PROGRESS = " {:12} {:12} {:12}"
 _COMMENT = len(_MARK) + 64 + 39
 #: The end of an archive without a comment: this, 16 bytes, and two for the length of the comment.
 _END, _END_SIZE = b"PK\5\6", 22
@@ -36,7 +35,9 @@ def write(state: dict[str, Any], path: Path) -> None:
     with replacing(path) as file:
         hashing = _Hashing(file)
         torch.save(state, hashing)  # type: ignore[arg-type]  # it needs only these two methods
-        done = _PROGRESS.format(*(_progress(state.get("fit")) or [""] * 3)).encode()
+        fit = state.get("fit") or {}
+        numbers = [str(fit.get(name, ""))[:12] for name in ("epoch", "step", "batch_idx")]
+        done = "".join(f"{number:>13}" for number in numbers).encode()
         hashing.digest.update(done)
         file.seek(-2, os.SEEK_END)
         digest = hashing.digest.hexdigest().encode()
@@ -86,36 +87,14 @@ def check(path: Path) -> bool:
         raise TrainingError(f"{what}. Fix: use another file") from error
 
 
-def peek(path: Path) -> dict[str, Any]:
-    """Return the state that a ``fit`` resumes from, empty if the file has none.
-
-    It reads no tensors and compares no digest.
-    """
-    with suppress(Exception):  # a user's file may be anything
-        fit = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["fit"]
-        return dict(fit) if _progress(fit) else {}
-    return {}
-
-
 def progress(path: Path) -> tuple[int, int, int] | None:
-    """Return the epochs, the steps and the batches of the epoch that were done, if any are known.
-
-    It compares no digest, and loads only a file that geartrain did not write.
-    """
+    """Return the epochs, steps and batches of the epoch in a file's comment; it reads no more."""
     with suppress(OSError, ValueError), path.open("rb") as file:
         file.seek(-_COMMENT, os.SEEK_END)
         comment = file.read()
         if comment.startswith(_MARK):
-            if numbers := comment[len(_MARK) + 64 :].split():
-                epoch, step, batch_idx = map(int, numbers)
-                return epoch, step, batch_idx
-            return None
-    return _progress(peek(path))
-
-
-def _progress(fit: Any) -> tuple[int, int, int] | None:
-    with suppress(KeyError, TypeError, ValueError):  # a user's state may be anything
-        return int(fit["epoch"]), int(fit["step"]), int(fit["batch_idx"])
+            epochs, steps, batches = map(int, comment[len(_MARK) + 64 :].split())
+            return epochs, steps, batches
     return None
 
 

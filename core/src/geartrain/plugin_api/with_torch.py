@@ -12,7 +12,7 @@ from geartrain.checkpoint.checkpoints import (
     is_last as is_last,
     save_checkpoint_file as save_checkpoint_file,
 )
-from geartrain.checkpoint.files import peek as peek, progress as progress
+from geartrain.checkpoint.files import progress as progress
 from geartrain.checkpoint.training_state import (
     load_optimizer as load_optimizer,
     strategy_can as strategy_can,

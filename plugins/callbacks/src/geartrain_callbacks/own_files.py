@@ -14,7 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from geartrain.plugin_api import peek, progress
+import torch
+
+from geartrain.plugin_api import progress
 from geartrain_callbacks.checkpoint_names import SUFFIX, is_inside
 
 #: Keys of a ModelCheckpoint's state, used to recognise it.
@@ -57,7 +59,7 @@ def written_after(
     """
     for path in sorted(folder.rglob(f"*{SUFFIX}")):
         name = path.relative_to(folder).as_posix()
-        if name in known or (progress(path) or after) <= after:
+        if name in known or (progress(path) or _progress_in(_fit_in(path)) or after) <= after:
             continue
         for state in _states_in(path):
             if state["identity"] == identity and name in (
@@ -103,7 +105,7 @@ def link(path: Path, target: Path) -> bool:
 def _states_in(path: Path) -> list[dict[str, Any]]:
     """Return the ModelCheckpoint states in a file; none if it cannot be read."""
     with suppress(KeyError, TypeError, AttributeError):
-        fit = peek(path)
+        fit = _fit_in(path)
         parts = [fit["parts"], *(rank["parts"] for rank in fit["ranks"])]
         return [
             state
@@ -112,3 +114,17 @@ def _states_in(path: Path) -> list[dict[str, Any]]:
             if isinstance(state, dict) and state.keys() >= _KEYS
         ]
     return []
+
+
+def _fit_in(path: Path) -> dict[str, Any]:
+    """Return the state that a ``fit`` resumes from, empty if the file has none; read no tensors."""
+    with suppress(Exception):  # a user's file may be anything
+        return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True)["fit"])
+    return {}
+
+
+def _progress_in(fit: dict[str, Any]) -> tuple[int, int, int] | None:
+    """Return the progress in a file without the comment of geartrain, as a plugin writes it."""
+    with suppress(KeyError, TypeError, ValueError):
+        return int(fit["epoch"]), int(fit["step"]), int(fit["batch_idx"])
+    return None
