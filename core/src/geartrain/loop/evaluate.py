@@ -88,9 +88,10 @@ def _one_loader(run: Run, index: int, prefix: str) -> list[Any]:
         close_batches(turns, loader)
         close_batches(batches, loader)
     if batch_idx < 0:  # on every rank: one without batches repeats another's sample
-        what = f"the {name} loader gave no batch: {describe(loader)}"
-        fix = "give it samples; an iterator is empty once it is read, a DataLoader or a list is not"
-        raise TrainingError(f"{what}. Fix: {fix}")
+        raise TrainingError(
+            f"the {name} loader gave no batch: {describe(loader)}. Fix: give it samples, and give a "
+            "DataLoader or a list instead of an iterator, which can be read once"
+        )
     run.batch = None
     return outputs
 
