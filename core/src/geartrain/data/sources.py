@@ -51,6 +51,9 @@ class DataSource:
         makes = (data is not None and overridden(data, method)) or hasattr(module, method)
         if self.given.get(stage) is None and not makes:
             raise self.missing(stage)
+        if self.given.get(stage) is not None and data is not None and overridden(data, method):
+            unused = f"{type(data).__name__}.{method}"
+            warnings.warn(f"a loader is given, so {unused} is not used", stacklevel=2)
 
     def check_reload(self) -> None:
         """Refuse loaders that were given to a fit with ``reload_dataloaders_every_n_epochs``.

@@ -89,7 +89,7 @@ def _one_loader(run: Run, index: int, prefix: str) -> list[Any]:
         close_batches(batches, loader)
     if batch_idx < 0:  # on every rank: one without batches repeats another's sample
         raise TrainingError(
-            f"the {name} loader gave no batch: {describe(loader)}. Fix: give it samples, and give a "
+            f"the {name} loader gave no batch: {describe(loader)}. Fix: give it samples; give a "
             "DataLoader or a list instead of an iterator, which can be read once"
         )
     run.batch = None

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from geartrain.checkpoint.checkpoints import Start, load
 from geartrain.data.seeding import determinism, seed_everything
@@ -18,7 +19,7 @@ from geartrain.errors import TrainingError, UsageError
 from geartrain.errors.hints import write_instead
 from geartrain.loop.evaluate import evaluate
 from geartrain.loop.fit import fit
-from geartrain.loop.optimizers import needs_closure, read_optimizers
+from geartrain.loop.optimizers import needs_closure, parameters_of, read_optimizers
 from geartrain.loop.run import Run, World
 from geartrain.loop.stages import end_all_workers, set_up_loaders
 from geartrain.loop.step_forwarder import ModuleHooks, StepForwarder
@@ -125,6 +126,7 @@ def _set_up_model(run: Run, start: Start) -> None:
     run.step_functions = run.unwrapped.calls(run.model)
     if run.command == "fit":
         optimizers, run.schedulers = read_optimizers(run.module.configure_optimizers())
+        _warn_of_parameters_without_optimizer(run, optimizers)
         automatic = run.module.automatic_optimization
         if automatic != (run.mode == "automatic"):
             what = f"{type(run.module).__name__}.automatic_optimization became {automatic}"
@@ -135,6 +137,19 @@ def _set_up_model(run: Run, start: Start) -> None:
         if not optimizers:
             warnings.warn("configure_optimizers returned None: nothing is stepped", stacklevel=2)
     load(run, start)
+
+
+def _warn_of_parameters_without_optimizer(run: Run, optimizers: Sequence[Optimizer]) -> None:
+    stepped = {id(parameter) for parameter in parameters_of(optimizers)}
+    named = run.module.named_parameters()
+    forgotten = [name for name, p in named if p.requires_grad and id(p) not in stepped]
+    if forgotten and stepped and run.world.rank == 0:
+        names = ", ".join(forgotten[:3]) + (", ..." if len(forgotten) > 3 else "")
+        warnings.warn(
+            f"{len(forgotten)} trainable parameters are in no optimizer: {names}. "
+            "Fix: give configure_optimizers all of them, or requires_grad_(False)",
+            stacklevel=2,
+        )
 
 
 @contextmanager

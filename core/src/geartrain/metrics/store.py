@@ -6,6 +6,7 @@ CPU waits for the GPU. A tensor on the CPU is read immediately, which costs less
 
 from __future__ import annotations
 
+import math
 import operator
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -95,6 +96,7 @@ class MetricStore:
         self.logged: dict[str, float] = {}
         #: The epoch and the steps done when the newest value of each metric was logged.
         self.when: dict[str, tuple[int, int]] = {}
+        self._has_nan = False
         #: True if any rank wanted to stop at the last flush.
         self.stop = False
         #: True if values logged now will be reported; after the end of an epoch they would be lost.
@@ -344,9 +346,18 @@ class MetricStore:
             if spec is not None and spec.logger:
                 logged[key] = value
         self.logged.update(logged)
+        if run.world.rank == 0 and not self._has_nan:
+            self._warn_of_nan(logged)
         if logged and run.world.rank == 0 and run.stage != "sanity_check":
             run.hooks.log_metrics(run=run, metrics=logged, step=run.step)
         return shown
+
+    def _warn_of_nan(self, values: Mapping[str, float]) -> None:
+        names = [name for name, value in values.items() if math.isnan(value)]
+        self._has_nan = bool(names)
+        if names:
+            place = f"{', '.join(names)} became NaN by step {self._run.step}"
+            warnings.warn(f"{place}. Fix: --plugin nan_guard finds the step", stacklevel=2)
 
     # --- between flushes --------------------------------------------------------------------------
 

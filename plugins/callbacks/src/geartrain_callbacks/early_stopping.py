@@ -56,7 +56,7 @@ class EarlyStopping(PluginCallback):
         strict: bool = True,
         verbose: bool = False,
     ) -> None:
-        check_mode("early_stopping", mode)
+        check_mode("early_stopping", mode, monitor)
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
             raise UsageError(
                 f"early_stopping: patience={patience!r} must be a whole number of checks, "

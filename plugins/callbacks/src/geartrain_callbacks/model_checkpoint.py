@@ -108,7 +108,7 @@ class ModelCheckpoint(PluginCallback):
         save_on_train_epoch_end: bool | None = None,
         verbose: bool = False,
     ) -> None:
-        check_mode("model_checkpoint", mode)
+        check_mode("model_checkpoint", mode, monitor)
         if isinstance(save_top_k, bool) or not isinstance(save_top_k, int) or save_top_k < -1:
             raise UsageError(
                 f"model_checkpoint: save_top_k={save_top_k!r} must be a whole number, at least -1."
@@ -161,7 +161,7 @@ class ModelCheckpoint(PluginCallback):
         self._epochs = every_n_epochs or 1
         self._steps = every_n_train_steps
         self._asked_when = save_on_train_epoch_end
-        self._on = self._at_epoch_end = self._looked = False
+        self._on = self._at_epoch_end = self._looked = self._warned_of_nan = False
         self._validated = self._expected = self._warned = False
         #: True if the last check found no value for the current weights.
         self._owed = False
@@ -479,6 +479,12 @@ class ModelCheckpoint(PluginCallback):
         if self.save_top_k <= 0 or score is None:
             return self.save_top_k != 0
         worst = self._kth_best()
+        if math.isnan(score) and not self._warned_of_nan:
+            self._warned_of_nan = True
+            warnings.warn(
+                f"geartrain-callbacks[model_checkpoint] saves nothing while {self.monitor} is NaN",
+                stacklevel=2,
+            )
         return not math.isnan(score) and (
             not worst or is_better(self.mode, score, self._scores[worst])
         )

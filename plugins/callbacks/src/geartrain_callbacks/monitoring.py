@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import warnings
+
 from geartrain import Run, UsageError
 from geartrain.plugin_api import nearest
 
+#: Words in the names of metrics that are better the larger they are.
+_LARGER_IS_BETTER = {"acc", "accuracy", "f1", "iou", "miou", "auc", "auroc", "map", "dice"}
+_LARGER_IS_BETTER |= {"precision", "recall", "bleu", "rouge", "psnr", "ssim"}
 
-def check_mode(name: str, mode: str) -> None:
+
+def check_mode(name: str, mode: str, monitor: str | None) -> None:
     """Check the ``mode`` of a callback.
 
     Raises:
@@ -14,6 +21,12 @@ def check_mode(name: str, mode: str) -> None:
     """
     if mode not in ("min", "max"):
         raise UsageError(f"{name}: mode={mode!r}. Fix: 'min' or 'max'")
+    words = set(re.split("[^a-z0-9]+", (monitor or "").lower()))
+    if mode == "min" and words & _LARGER_IS_BETTER:
+        warnings.warn(
+            f"geartrain-callbacks[{name}] looks for the smallest {monitor}. Fix: mode='max'",
+            stacklevel=3,
+        )
 
 
 def is_better(mode: str, a: float, b: float) -> bool:
