@@ -79,9 +79,8 @@ def test_a_package_of_hookspecs_lets_a_plugin_implement_them(fit, tmp_path):
     assert "stalled for 3" in fit("--plugin", "stall_hooks", "--plugin", "stalled.py").printed
 
 
-def test_an_error_names_the_plugin_that_adds_a_missing_hook(refused, tmp_path):
+def test_an_error_says_that_another_plugin_may_add_a_missing_hook(refused, tmp_path):
     (tmp_path / "stalled.py").write_text(STALLED)
-    assert (
-        "select stall-hooks[stall_hooks] (--plugin stall_hooks), which brings this hook"
-        in refused("--plugin", "stalled.py")
+    assert "If it is a hook of another plugin or strategy, choose that one too" in refused(
+        "--plugin", "stalled.py"
     )

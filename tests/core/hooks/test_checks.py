@@ -41,34 +41,6 @@ def test_unknown_hook_of_a_known_strategy_names_it():
     refused(reduce_bucket, "select geartrain-ddp[ddp] (--strategy ddp), which brings this hook")
 
 
-STALL = """
-from geartrain import hookimpl, hookspec
-
-@hookspec
-def on_stall(run): ...
-
-@hookimpl
-def on_stalled(run): ...
-
-raise RuntimeError("imported")
-"""
-
-
-def test_unknown_hook_of_an_installed_plugin_names_it_without_importing_it(dists):
-    module = dists.add("acme-stall", STALL, plugins={"stall": "Stall"})
-
-    @hookimpl
-    def on_stall(self, run): ...
-
-    refused(on_stall, "select acme-stall[stall] (--plugin stall), which brings this hook")
-
-    @hookimpl
-    def on_stalled(self, run): ...  # an implementation is no hookspec
-
-    refused(on_stalled, "choose that one too")
-    assert module not in sys.modules
-
-
 def test_unknown_hook_that_is_optional_is_allowed():
     class Plugin:
         @hookimpl(optionalhook=True)

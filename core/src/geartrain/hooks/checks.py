@@ -12,7 +12,7 @@ from pluggy import HookCaller, PluginManager
 
 from geartrain import hookspecs
 from geartrain.errors import UsageError, nearest
-from geartrain.hooks.bringers import find_bringer
+from geartrain.errors.known import HOOKS, KNOWN
 from geartrain.hooks.plugin_info import LoadedPlugin
 from geartrain.hooks.spelling import refuse_misspelt_of_plugin
 
@@ -69,8 +69,10 @@ def _check_hookimpl(
             return
         brought = "If it is a hook of another plugin or strategy, choose that one too"
         fix = f"{nearest(hook, specs)} {brought}"
-        if bringer := find_bringer(hook):
-            fix = f"select {bringer}, which brings this hook"
+        if hook in HOOKS:
+            kind, provider = HOOKS[hook]
+            label = f"{KNOWN[kind, provider]}[{provider}]"
+            fix = f"select {label} (--{kind} {provider}), which brings this hook"
         wrong(part, name, "implements no known hook", fix)
     for what, fix in _faults(part.plugin, impl, opts, specs[hook]):
         wrong(part, name, what, fix)
