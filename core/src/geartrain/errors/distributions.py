@@ -23,9 +23,7 @@ def entry_points(**wanted: str) -> EntryPoints:
     for distribution in distributions():
         folder, declared = str(getattr(distribution, "_path", "")), None
         try:
-            stem, extension = os.path.splitext(os.path.basename(folder))
-            is_named = extension in (".dist-info", ".egg-info")
-            name = canonical(stem.partition("-")[0] if is_named else distribution.name)
+            name = distribution._normalized_name  # of the folder: most have no other need of a file
             if name in found:  # the first on sys.path is the one that Python imports
                 continue
             declared = distribution.entry_points
@@ -43,14 +41,13 @@ def _warn(folder: str, error: Exception, fails_in_torch: bool) -> None:
     if folder in _warned or parent_process() is not None:  # the parent has warned
         return
     _warned.add(folder)
-    reason = f"{type(error).__name__}: {error}"
-    message = f"{folder} is skipped, because its metadata cannot be read ({reason})"
+    reason = f"its metadata cannot be read ({type(error).__name__}: {error})"
     if fails_in_torch:
         # torch reads all entry points during its import, and would fail at the same file.
         os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-        message += ", and torch loads no device backends of other distributions"
-    action = "install that distribution again, or remove the folder"
-    warnings.warn(f"{message}. Fix: {action}", stacklevel=3)
+        reason += ", and torch loads no device backends of other distributions"
+    fix = "install that distribution again, or remove the folder"
+    warnings.warn(f"{folder} is skipped, because {reason}. Fix: {fix}", stacklevel=3)
 
 
 def canonical(distribution: str) -> str:
