@@ -62,7 +62,7 @@ def work(run: Run, source: DataSource, start: Start, local_rank: int) -> Any:
         run.hooks.on_run_start(run=run)
         result = None
         if run.command == "fit":
-            with _anomalies_detected(run) if options.detect_anomaly else nullcontext():
+            with torch.autograd.detect_anomaly() if options.detect_anomaly else nullcontext():
                 fit(run)
         else:
             result = evaluate(run, run.command)
@@ -150,16 +150,6 @@ def _warn_of_parameters_without_optimizer(run: Run, optimizers: Sequence[Optimiz
             "Fix: give configure_optimizers all of them, or requires_grad_(False)",
             stacklevel=2,
         )
-
-
-@contextmanager
-def _anomalies_detected(run: Run) -> Iterator[None]:
-    """Let torch check each backward for NaN, and restore its setting at the end."""
-    if run.world.rank == 0:
-        what = "detect_anomaly=True makes training much slower"
-        warnings.warn(f"{what}. Fix: use it only to look for a NaN", stacklevel=2)
-    with torch.autograd.set_detect_anomaly(True):
-        yield
 
 
 @contextmanager
