@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -9,6 +10,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch import nn
 
 from geartrain import Run, TrainingError
 from geartrain.plugin_api import (
@@ -162,10 +164,27 @@ class SeveralRanks(OneRank):
 
 
 def _marked(run: Run, batches: Iterable[tuple[Any, bool]]) -> Iterator[Any]:
-    """Yield batches; for a repeated one, set ``run.repeating`` and discard its logs and metrics."""
+    """Yield batches; for a repeated one, set ``run.repeating`` and discard its logs and metrics.
+
+    What the module itself collects is the user's: warn once if a list of it has grown.
+    """
+    warned = False
     for batch, again in batches:
+        before = _lengths_of_lists(run.module) if again and not warned else {}
         with _thrown_away(run) if again else nullcontext():
             yield batch
+        after = _lengths_of_lists(run.module) if before else {}
+        if name := next((name for name in after if after[name] > before.get(name, 0)), None):
+            warned = True
+            warnings.warn(
+                f"rank {run.world.rank} has fewer batches than others and repeated one, and the "
+                f"step added to self.{name}. Fix: add nothing if self.trainer.run.repeating",
+                stacklevel=2,
+            )
+
+
+def _lengths_of_lists(module: nn.Module) -> dict[str, int]:
+    return {name: len(value) for name, value in vars(module).items() if isinstance(value, list)}
 
 
 @contextmanager
