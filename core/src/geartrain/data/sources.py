@@ -52,8 +52,8 @@ class DataSource:
         if self.given.get(stage) is None and not makes:
             raise self.missing(stage)
         if self.given.get(stage) is not None and data is not None and overridden(data, method):
-            unused = f"{type(data).__name__}.{method}"
-            warnings.warn(f"a loader is given, so {unused} is not used", stacklevel=2)
+            message = f"a loader is given, so {type(data).__name__}.{method} is not used"
+            warnings.warn(message, stacklevel=2)
 
     def check_reload(self) -> None:
         """Refuse loaders that were given to a fit with ``reload_dataloaders_every_n_epochs``.

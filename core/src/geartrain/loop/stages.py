@@ -56,10 +56,8 @@ def set_up_loaders(run: Run, stages: Sequence[str] | None = None) -> None:
             warnings.warn(f"{what}: its {describe(loaders[0])} is not used", stacklevel=2)
             loaders = []
         if is_optional and any(isinstance(loader, Iterator) for loader in loaders):
-            raise UsageError(
-                "the validation loader is an iterator, which only one validation can read. "
-                "Fix: use a DataLoader or a list"
-            )
+            message = "the validation loader is an iterator, which only one validation can read"
+            raise UsageError(f"{message}. Fix: use a DataLoader or a list")
         if limit == 0 and not is_optional:
             name = "val" if stage == "validate" else stage
             raise UsageError(f"limit_{name}_batches=0 leaves nothing to {stage}.")

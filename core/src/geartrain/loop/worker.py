@@ -144,12 +144,9 @@ def _warn_of_parameters_without_optimizer(run: Run, optimizers: Sequence[Optimiz
     named = run.module.named_parameters()
     forgotten = [name for name, p in named if p.requires_grad and id(p) not in stepped]
     if forgotten and stepped and run.world.rank == 0:
-        names = ", ".join(forgotten[:3]) + (", ..." if len(forgotten) > 3 else "")
-        warnings.warn(
-            f"{len(forgotten)} trainable parameters are in no optimizer: {names}. "
-            "Fix: give configure_optimizers all of them, or requires_grad_(False)",
-            stacklevel=2,
-        )
+        message = f"{len(forgotten)} trainable parameters are in no optimizer, such as "
+        message += f"{forgotten[0]}. Fix: give configure_optimizers all, or requires_grad_(False)"
+        warnings.warn(message, stacklevel=2)
 
 
 @contextmanager
