@@ -421,10 +421,6 @@ def test_other_ranks_print_nothing(terminal, capsys):
     class Second(Pretend):
         world = gt.World(rank=1, size=2, local_rank=1, local_size=2)
 
-        @hookimpl
-        def broadcast(self, obj):
-            return {} if obj is None else obj  # rank 0 has no buffers
-
     fit(Logging(logs), strategy=Second(), devices=2, enable_progress_bar=True)
     assert capsys.readouterr() == ("", "")
 
