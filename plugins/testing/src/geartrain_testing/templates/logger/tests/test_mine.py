@@ -25,5 +25,6 @@ def test_without_a_folder_it_writes_nothing(
 
 
 def test_wrong_options_are_refused() -> None:
+    options = {"mine": {"name": "a/b"}}
     with pytest.raises(gt.UsageError, match="name='a/b'"):
-        run_plugin("mine", max_steps=1, plugin_options={"mine": {"name": "a/b"}})
+        run_plugin("mine", max_steps=1, plugin_options=options)

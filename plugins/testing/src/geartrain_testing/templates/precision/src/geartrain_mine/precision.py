@@ -14,4 +14,5 @@ class MinePrecision(MixedPrecision):
     """
 
     def __init__(self) -> None:
-        super().__init__("geartrain-mine[mine]", torch.bfloat16)
+        label = "geartrain-mine[mine]"  # for errors
+        super().__init__(label, torch.bfloat16)
