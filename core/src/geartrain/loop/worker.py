@@ -132,17 +132,15 @@ def _set_up_model(run: Run, start: Start) -> None:
             what = f"{type(run.module).__name__}.automatic_optimization became {automatic}"
             raise UsageError(f"{what} after fit had begun. Fix: set it in __init__")
         run.needs_closure = needs_closure(optimizers, automatic)
-        wrap = partial(run.hooks.wrap_optimizer, run=run)
-        run.optimizers = [wrap(optimizer=optimizer) for optimizer in optimizers]
+        run.optimizers = [run.hooks.wrap_optimizer(run=run, optimizer=o) for o in optimizers]
         if not optimizers:
             warnings.warn("configure_optimizers returned None: nothing is stepped", stacklevel=2)
     load(run, start)
 
 
 def _warn_of_parameters_without_optimizer(run: Run, optimizers: Sequence[Optimizer]) -> None:
-    stepped = {id(parameter) for parameter in parameters_of(optimizers)}
-    named = run.module.named_parameters()
-    forgotten = [name for name, p in named if p.requires_grad and id(p) not in stepped]
+    stepped, named = set(parameters_of(optimizers)), run.module.named_parameters()
+    forgotten = [name for name, p in named if p.requires_grad and p not in stepped]
     if forgotten and stepped and run.world.rank == 0:
         message = f"{len(forgotten)} trainable parameters are in no optimizer, such as "
         message += f"{forgotten[0]}. Fix: give configure_optimizers all, or requires_grad_(False)"
@@ -151,10 +149,12 @@ def _warn_of_parameters_without_optimizer(run: Run, optimizers: Sequence[Optimiz
 
 @contextmanager
 def _exit_fails(run: Run) -> Iterator[None]:
-    """Make an error of ``sys.exit()``, whose exit code 0 would say that the run is done."""
+    """Make an error of ``sys.exit(0)``, which would say that the run is done."""
     try:
         yield
     except SystemExit as error:
+        if error.code:
+            raise
         *_, place = traceback.extract_tb(error.__traceback__)
         raise TrainingError(
             f"rank {run.world.rank} left the program before the run ended: {place.name} called "

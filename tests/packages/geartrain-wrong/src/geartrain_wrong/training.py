@@ -144,15 +144,15 @@ class FitsOnce(Plain):
 
 
 class KeepsBuffersApart(Plain):
-    """Lists are broadcast only to rank 0."""
+    """Buffers are broadcast only to rank 0."""
 
     @hookimpl
     def broadcast(self, run, obj, src):
         from geartrain.parallel import broadcast_object
 
         theirs = broadcast_object(run, obj, src)
-        mine = [buffer.clone() for buffer in run.module.buffers()]
-        return mine if isinstance(theirs, list) and mine else theirs
+        mine = {name: buffer.clone() for name, buffer in run.module.named_buffers()}
+        return mine if isinstance(theirs, dict) and theirs.keys() == mine.keys() else theirs
 
 
 class StartsApart(Plain):
