@@ -287,10 +287,9 @@ GENERATED = {
 
 
 def rooms_table() -> str:
-    """Return the rooms of core, as ``python tests/import_rules.py --picture`` prints them."""
-    table: str = runpy.run_path(str(Path(__file__).parents[1] / "tests" / "import_rules.py"))[
-        "picture"
-    ]()
+    """Return the rooms of core, as ``tests/tools/import_rules.py --picture`` prints them."""
+    rules = Path(__file__).parents[1] / "tests" / "tools" / "import_rules.py"
+    table: str = runpy.run_path(str(rules))["picture"]()
     return table
 
 

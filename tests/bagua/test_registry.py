@@ -15,7 +15,7 @@ from geartrain_bagua import Algorithm, BaguaStrategy, QAdamOptimizer, choosing
 from geartrain_bagua.algorithms.gradient_allreduce import GradientAllReduce
 from geartrain_bagua.choosing import algorithm_class
 
-from ..sites import build, environment
+from ..tools.sites import build, environment
 
 MINE = """
 from geartrain_bagua import Algorithm

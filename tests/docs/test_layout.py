@@ -28,7 +28,7 @@ ROWS = dict(
 def test_the_rooms_are_those_of_the_import_rules():
     page = (ROOT / "docs" / "how-a-run-flows.md").read_text(encoding="utf-8")
     shown = re.search(r"<!-- generated: rooms -->\n\n(.*?)\n\n<!-- end -->", page, re.DOTALL)
-    table = runpy.run_path(str(ROOT / "tests" / "import_rules.py"))["picture"]()
+    table = runpy.run_path(str(ROOT / "tests" / "tools" / "import_rules.py"))["picture"]()
     assert shown[1] == table, "Fix: python docs/make_reference.py"
 
 

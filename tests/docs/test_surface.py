@@ -1,11 +1,11 @@
-"""tests/surface.py notices every kind of addition."""
+"""tests/tools/surface.py notices every kind of addition."""
 
 import runpy
 from pathlib import Path
 
 import pytest
 
-SURFACE = runpy.run_path(str(Path(__file__).parents[1] / "surface.py"))
+SURFACE = runpy.run_path(str(Path(__file__).parents[1] / "tools" / "surface.py"))
 LISTED = {"limits": {"lines of core": 9}, "hooks": ["barrier"], "options": {"ddp": ["timeout"]}}
 
 

@@ -16,7 +16,7 @@ import pytest
 from geartrain_horovod import installed
 from geartrain_horovod.install import InstallError, Recipe
 
-from ..sites import ROOT, build, environment
+from ..tools.sites import ROOT, build, environment
 
 SETUP = """
 import json, os, sys, time

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ..sites import PACKAGES, ROOT, build, environment
+from ..tools.sites import PACKAGES, ROOT, build, environment
 
 TARGET = Path(__file__).with_name("downhill.py")
 

@@ -171,7 +171,7 @@ def _keep(connection):
 
 
 def count_for_test():
-    """Restart coverage in a fork if tests/mutations.py measures.
+    """Restart coverage in a fork if tests/tools/mutations.py measures.
 
     The environment of the fork names the test that requested it.
     """

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ..sites import ROOT, build, environment
+from ..tools.sites import ROOT, build, environment
 
 #: Kind -> a name.
 NAMES = {

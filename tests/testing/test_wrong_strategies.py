@@ -14,7 +14,7 @@ import pytest
 from geartrain.testing import StrategyConformance
 from geartrain_testing.program import COMPARED
 
-from ..sites import PACKAGES
+from ..tools.sites import PACKAGES
 from .wrong import EQUAL, each
 
 WRONG = dict(each())

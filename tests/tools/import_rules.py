@@ -1,6 +1,6 @@
 """Check that core's rooms import only rooms above them, and plugins only core's public modules.
 
-Run it as ``python tests/import_rules.py``. A room is a file or folder of core/src/geartrain.
+Run it as ``python tests/tools/import_rules.py``. A room is a file or folder of core/src/geartrain.
 Imports inside functions count. ``--picture`` prints the layout for the docs.
 """
 
@@ -8,7 +8,7 @@ import ast
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CORE = ROOT / "core" / "src" / "geartrain"
 #: From the bottom layer to the top: a room may import the rooms listed before it.
 ROOMS = (
@@ -203,7 +203,7 @@ def main():
         wrong.append(f"{CORE.relative_to(ROOT)} has {len(names)} names, and should have at most 27")
     if wrong:
         sys.exit("\n".join(wrong))
-    print(f"imports follow tests/import_rules.py: {len(names)} names in core")
+    print(f"imports follow tests/tools/import_rules.py: {len(names)} names in core")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Test each distribution alone, from its wheel: ``python tests/wheels.py FOLDER [NAME ...]``.
+"""Test each distribution alone, from its wheel.
+
+    python tests/tools/wheels.py FOLDER [NAME ...]
 
 pip builds every wheel once. Then each wheel gets a new environment with its declared requirements
 and nothing else: pip installs the wheel and the other wheels of this repository that it requires;
-third-party packages are linked from the folder of tests/install.py. In this environment every entry
-point is loaded, and each plugin runs a fit of two steps, with geartrain-cli installed for it. A
-script tests core alone. An undeclared dependency cannot be imported. A strategy for several ranks
+third-party packages are linked from the folder of tests/tools/install.py. In this environment every
+entry point is loaded, and each plugin runs a fit of two steps, with geartrain-cli installed for it.
+A script tests core alone. An undeclared dependency cannot be imported. A strategy for several ranks
 starts them.
 """
 
@@ -23,7 +25,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 GROUPS = {
     f"geartrain.{kind}s": kind for kind in ("accelerator", "command", "plugin", "precision")
 } | {"geartrain.strategies": "strategy"}

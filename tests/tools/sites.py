@@ -12,7 +12,7 @@ from pathlib import Path
 from hatchling.builders.wheel import WheelBuilder
 from warm import AVAILABLE, Warm
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGES = ROOT / "tests" / "packages"
 
 
@@ -77,7 +77,7 @@ def build(folder, sources):
 
 
 def environment(folder, wheels):
-    """Create an environment with these wheels. tests/wheels.py tests their installation by pip."""
+    """Create an environment with these wheels. wheels.py tests their installation by pip."""
     _call(sys.executable, "-m", "venv", "--without-pip", folder)
     site = Site(folder)
     there = Path(

@@ -17,7 +17,7 @@ def main() -> None:
     failed = []
     # Outside the repository, so that its settings are not found.
     with tempfile.TemporaryDirectory() as folder:
-        known = Path(__file__).parents[1] / ".mypy_cache"
+        known = Path(__file__).parents[2] / ".mypy_cache"
         if known.is_dir():
             # torch's cache; mypy reads torch again if the package's settings differ.
             shutil.copytree(known, Path(folder, "cache"))

@@ -1,8 +1,8 @@
 """Measure which test files run which lines; then break the source in forty places, one at a time.
 
-    python tests/mutations.py list
-    python tests/mutations.py measure FOLDER PYTEST'S ARGUMENTS ...
-    python tests/mutations.py try FOLDER [--only 3,7] [--seconds 600] PYTEST'S ARGUMENTS ...
+    python tests/tools/mutations.py list
+    python tests/tools/mutations.py measure FOLDER PYTEST'S ARGUMENTS ...
+    python tests/tools/mutations.py try FOLDER [--only 3,7] [--seconds 600] PYTEST'S ARGUMENTS ...
 
 ``list`` checks the mutations and prints them. ``measure`` runs pytest under coverage and prints the
 branch coverage of core and plugins. ``try`` runs, for each mutation, the test files that run the
@@ -32,7 +32,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SOURCES = [ROOT / "core/src/geartrain", *sorted(ROOT.glob("plugins/*/src/geartrain_*"))]
 #: The running test file, relative to the repository, and the file with the names of failed tests.
 TEST_FILE, FAILED_TESTS = "COVERAGE_TEST_FILE", "MUTATIONS_FAILED_TESTS"
@@ -381,7 +381,7 @@ def check():
         elif ast.dump(ast.parse(text)) == ast.dump(ast.parse(text.replace(each.old, each.new))):
             wrong.append(f"{number}: {each.file} is the same program after the change")
     if wrong or tuple(dict.fromkeys(each.room for each in MUTATIONS)) != ROOMS:
-        sys.exit("\n".join(["tests/mutations.py does not fit the source:", *wrong]))
+        sys.exit("\n".join(["tests/tools/mutations.py does not fit the source:", *wrong]))
 
 
 def lines(mutation):
@@ -462,7 +462,7 @@ def pytest(*arguments):
         "-m",
         "pytest",
         "-p",
-        "tests.mutations",
+        "tests.tools.mutations",
         "-p",
         "no:cacheprovider",
         *arguments,
@@ -516,8 +516,8 @@ class Measured:
 
         if not (folder / "total.json").exists():
             sys.exit(
-                f"{folder} holds no measurement. Fix: python tests/mutations.py measure {folder} "
-                "..."
+                f"{folder} holds no measurement. "
+                f"Fix: python tests/tools/mutations.py measure {folder} ..."
             )
         total = json.loads((folder / "total.json").read_text(encoding="utf-8"))
         changed = [file for file, before in total["sources"].items() if digest(file) != before]

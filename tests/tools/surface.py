@@ -1,7 +1,7 @@
 """Check that the project's surface is the one that tests/surface.json lists.
 
-python tests/surface.py           exit with 1, and name each difference
-python tests/surface.py --write   write the file: lists as they are, limits only lower
+python tests/tools/surface.py           exit with 1, and name each difference
+python tests/tools/surface.py --write   write the file: lists as they are, limits only lower
 
 A user or an author of plugins meets each of these, so each addition is a decision: names of
 ``geartrain`` and ``geartrain.plugin_api``, hooks, entry-point groups, the options of Trainer, of
@@ -18,8 +18,8 @@ import tomllib
 from importlib import import_module
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-FILE = Path(__file__).with_suffix(".json")
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "tests" / "surface.json"
 CORE = ROOT / "core" / "src"
 PROJECTS = [ROOT / "core", *sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))]
 VAGUE = re.compile("what|fix|why|mine|theirs|ours|own|its|one|odd|here|left|whose|said|now|rest")
@@ -152,7 +152,7 @@ def main():
         return
     errors = differences(found, measured, listed)
     if errors:
-        fix = "leave it out, or run python tests/surface.py --write and say why in the commit"
+        fix = "leave it out, or run tests/tools/surface.py --write and say why in the commit"
         sys.exit("\n".join([*errors, f"Fix: {fix}. A limit only falls: make the code smaller."]))
     print("the surface is the one that tests/surface.json lists")
 

@@ -5,7 +5,7 @@ share the same files and versions. Only the distributions of this repository are
 environment. Two environments do not share: ``discovery`` has no torch, and ``wheels`` has for each
 distribution only its declared requirements.
 
-    python tests/install.py FOLDER PIP'S ARGUMENTS ...
+    python tests/tools/install.py FOLDER PIP'S ARGUMENTS ...
 """
 
 import hashlib
@@ -17,7 +17,7 @@ import sysconfig
 import tomllib
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CONSTRAINTS = ROOT / "constraints.txt"
 
 
