@@ -6,12 +6,11 @@ plugins and completing a command line are fast.
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from geartrain._version import __version__
-from geartrain.errors import GeartrainError, TrainingError, UsageError, panel as _panel
+from geartrain.errors import GeartrainError, TrainingError, UsageError
 from geartrain.hookspecs import hookimpl, hookspec
 from geartrain.launch import rerun_command as _rerun_command  # noqa: F401 (reads the start folder)
 
@@ -72,9 +71,6 @@ __all__ = [
     "hookspec",
     "seed_everything",
 ]
-
-sys.excepthook = _panel.excepthook
-_panel.show_in_notebooks()
 
 
 def __getattr__(name: str) -> Any:

@@ -46,6 +46,11 @@ def test_import_brings_no_torch(module):
     assert run(f"import sys, {module}; print('torch' in sys.modules)") == "False"
 
 
+def test_import_replaces_no_exception_hook():
+    code = "import sys; hook = sys.excepthook; import geartrain; print(sys.excepthook is hook)"
+    assert run(code) == "True"
+
+
 def test_listing_installed_plugins_imports_no_torch_and_no_plugin():
     code = (
         "import sys, geartrain.planning.registry as r; "

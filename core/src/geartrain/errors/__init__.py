@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -31,11 +30,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if match:
         return f"Did you mean {next(n for n in names if n.lower() == match[0])!r}?"
     return f"Known: {', '.join(names)}." if names else "None is defined."
-
-
-def printable(text: str) -> str:
-    """Return ``text`` with control characters escaped, so that a terminal does not obey them."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)
 
 
 def describe(error: BaseException) -> str:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from geartrain.data.loaders import BatchSizer
-from geartrain.errors import TrainingError, printable
+from geartrain.errors import TrainingError
 from geartrain.metrics import reductions
 from geartrain.metrics.local import LocalMetric, MetricOptions
 from geartrain.metrics.objects import library_of, path_of, refuse_unknown
@@ -513,7 +513,7 @@ def check_name(name: Any) -> None:
     """
     if not isinstance(name, str) or not name:
         raise TrainingError(f"self.log: a metric's name is a non-empty string, not {name!r}")
-    if "\n" in name or printable(name) != name:
+    if not name.isprintable():
         what = f"the metric's name {name!r} has a control character"
         raise TrainingError(f"self.log: {what}. Fix: take it out")
     if name in _OF_EACH_LINE:

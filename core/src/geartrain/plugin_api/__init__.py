@@ -12,11 +12,6 @@ from typing import TYPE_CHECKING, Any
 from geartrain.errors import describe as describe, nearest as nearest
 from geartrain.errors.hints import hint as hint, write_instead as write_instead
 from geartrain.errors.known import KNOWN as KNOWN
-from geartrain.errors.panel import (
-    TRACEBACK as TRACEBACK,
-    panel as panel,
-    traceback_text as traceback_text,
-)
 from geartrain.files.atomic import (
     AppendedFile as AppendedFile,
     remove_abandoned as remove_abandoned,

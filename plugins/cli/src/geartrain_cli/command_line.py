@@ -11,11 +11,13 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from geartrain import GeartrainError, UsageError, __version__
-from geartrain.plugin_api import KNOWN, TRACEBACK, Registry, nearest, panel, traceback_text
+from geartrain.plugin_api import KNOWN, Registry, nearest
+from geartrain_cli.panel import panel
 
 if TYPE_CHECKING:
     from geartrain import Trainer
@@ -50,6 +52,8 @@ plugins. With --traceback, an error shows its whole traceback.
 
 #: The option of every command that requests the whole traceback.
 _WHOLE = "--traceback"
+#: The environment variable that does the same.
+_TRACEBACK = "GEARTRAIN_TRACEBACK"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,7 +111,7 @@ def _command(name: str) -> Callable[..., Any]:
 def _without_flag(arguments: Sequence[str]) -> tuple[list[str], bool]:
     """Remove ``--traceback``; also return True if it or the environment requests a traceback."""
     rest = [argument for argument in arguments if argument != _WHOLE]
-    return rest, len(rest) < len(arguments) or bool(os.environ.get(TRACEBACK))
+    return rest, len(rest) < len(arguments) or bool(os.environ.get(_TRACEBACK))
 
 
 def _guarded(name: str, action: Callable[[], Any], whole: bool) -> int:
@@ -122,7 +126,7 @@ def _guarded(name: str, action: Callable[[], Any], whole: bool) -> int:
         action()
     except GeartrainError as error:
         if whole:
-            print(traceback_text(error), file=sys.stderr)
+            traceback.print_exception(error)
         print(panel(error, f"geartrain {name}", _WHOLE), file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except ModuleNotFoundError as error:

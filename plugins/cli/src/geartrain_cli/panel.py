@@ -1,0 +1,73 @@
+"""Show an error as a panel: what happened, the user's line, the fix; no traceback."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+
+def panel(error: BaseException, command: str, option: str) -> str:
+    """Return the text of the panel.
+
+    Args:
+        command: the beginning of the message.
+        option: the option for the whole traceback.
+    """
+    message, found, fix = str(error).rpartition(" Fix: ")
+    if "\n" in fix:  # another rank's error, with its traceback
+        message, found, fix = "", "", str(error)
+    lines, notes = _user_lines(error), getattr(error, "__notes__", [])
+    parts = [f"{command}: {message or fix}", *notes, *(f"  {line}" for line in lines)]
+    if found:
+        parts.append(f"Fix: {fix}")
+    if lines:
+        parts.append(f"The whole traceback: {option}")
+    return _printable("\n".join(parts))
+
+
+def _printable(text: str) -> str:
+    """Return ``text`` with control characters escaped, so that a terminal does not obey them."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)
+
+
+def _user_lines(error: BaseException) -> list[str]:
+    """Return the user's innermost line of the error and of each of its causes, each line once."""
+    places: dict[tuple[str, int], None] = {}
+    cause: BaseException | None = error
+    seen: list[BaseException] = []
+    while cause is not None and not any(cause is other for other in seen) and len(places) < 10:
+        seen.append(cause)
+        places.update(dict.fromkeys(_places(cause)))
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return [_shown(file, line) for file, line in places]
+
+
+def _places(error: BaseException) -> Iterator[tuple[str, int]]:
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        yield error.filename, error.lineno
+        return
+    frames = list(traceback.walk_tb(error.__traceback__))
+    yield from [(f.f_code.co_filename, line) for f, line in frames if _is_of_user(f)][-1:]
+
+
+def _is_of_user(frame: FrameType) -> bool:
+    """True if the frame is of the user: not of geartrain, Python or an installed package."""
+    file, module = frame.f_code.co_filename, frame.f_globals.get("__name__", "")
+    if file.startswith("<frozen") or module.partition("_")[0].partition(".")[0] == "geartrain":
+        return False
+    folders = Path(file).parents
+    # The depth of the folder that the package is in, which may be one of pip install --target.
+    depth = module.count(".") + (Path(file).name == "__init__.py")
+    installed = depth < len(folders) and any(folders[depth].glob("*.dist-info"))
+    return not installed and not Path(file).is_relative_to(sysconfig.get_path("stdlib"))
+
+
+def _shown(file: str, line: int) -> str:
+    near = os.path.relpath(file) if Path(file).is_relative_to(Path.cwd()) else file
+    return f"{near}:{line}: {linecache.getline(file, line).strip()}".rstrip(": ")
