@@ -11,7 +11,7 @@ from small_models import EvalNet, Logging, Net, Own, fit, loader, trainer
 
 import geartrain as gt
 from geartrain import UsageError
-from geartrain.callbacks import Callback, EarlyStopping
+from geartrain.callbacks import Callback, EarlyStopping, LambdaCallback
 from geartrain.loop.step_forwarder import ModuleHooks
 from geartrain_callbacks.callback import CALLED, NOT_CALLED, Adapter
 
@@ -74,15 +74,8 @@ def test_every_method_is_called():
     assert set(notes) == set(CALLED)
 
 
-def test_callbacks_are_called_in_the_order_given():
-    notes = []
-    fit(callbacks=[noting(notes, "a "), noting(notes, "b ")], limit_train_batches=1)
-    for name in ("setup", "on_fit_start", "on_train_batch_end", "on_train_end"):
-        assert notes.index(f"a {name}") == notes.index(f"b {name}") - 1
-    assert notes.index("b teardown") == notes.index("a teardown") - 1
-
-
 def test_arguments_are_lightnings():
+    """A single callback needs no list."""
     seen = {}
 
     class Looks(Callback):
@@ -102,13 +95,13 @@ def test_arguments_are_lightnings():
             seen["optimizer"] = optimizer
 
     module = EvalNet()
-    one = fit(module, val=loader(8), callbacks=[Looks()])
+    one = fit(module, val=[loader(8), loader(4)], callbacks=Looks())
     assert seen["setup"] == (one, module, "fit", 0)
     assert seen["train"][:2] == (one, module)
     assert seen["train"][2].ndim == 0
     assert seen["train"][4] == 5
-    assert seen["start"] == (2, 1, 0)
-    assert seen["end"] == (6, 1, 0)
+    assert seen["start"] == (2, 0, 1)
+    assert seen["end"] == (6, 0, 1)
     assert seen["optimizer"] is one.run.optimizers[0]
 
 
@@ -156,28 +149,37 @@ def test_callbacks_without_setup_are_not_torn_down():
     assert notes == ["on_exception"]
 
 
-def test_several_loaders():
-    seen = []
+def test_lambda_callback_calls_each_function_as_the_method_of_its_name():
+    calls = []
+    callback = LambdaCallback(
+        setup=lambda trainer, module, stage: calls.append(stage),
+        on_train_batch_end=lambda trainer, module, outputs, batch, i: calls.append(i),
+        on_validation_batch_end=lambda *arguments: calls.append(len(arguments)),
+    )
+    fit(EvalNet(), val=loader(4), callbacks=[callback])
+    assert calls == ["fit", *range(6), 6]
 
-    class Looks(Callback):
-        def on_test_batch_end(
-            self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0
-        ):
-            seen.append((batch_idx, dataloader_idx))
 
-    trainer(callbacks=Looks()).test(EvalNet(), [loader(8), loader(4)])
-    assert seen == [(0, 0), (1, 0), (0, 1)]
+def test_callbacks_and_plugins_may_stand_in_either_list():
+    notes = []
+    module = Logging(validate=lambda self, batch, i: self.log("val_loss", 5.0))
+    callbacks = [EarlyStopping("val_loss", patience=1), noting([])]
+    plugins = [noting(notes, methods=["on_train_epoch_end"])]
+    one = fit(module, val=loader(), max_epochs=9, callbacks=callbacks, plugins=plugins)
+    assert one.current_epoch == len(notes) == 2
+    labels = [choice.label for choice in one.plan.plugins]
+    assert sorted(labels) == ["Noting", "Noting", "geartrain-callbacks[early_stopping]"]
 
 
 def test_it_may_log_and_stop():
     class Logs(Callback):
         def on_train_epoch_end(self, trainer, pl_module):
             pl_module.log("from_callback", float(trainer.current_epoch))
-            trainer.should_stop = trainer.current_epoch == 2
+            trainer.should_stop = trainer.current_epoch == 1
 
     one = fit(callbacks=[Logs()], max_epochs=9)
-    assert one.callback_metrics["from_callback"] == 2
-    assert one.current_epoch == 3
+    assert one.callback_metrics["from_callback"] == 1
+    assert one.current_epoch == 2
 
 
 def test_callbacks_receive_the_exception():
@@ -195,32 +197,6 @@ def test_callbacks_receive_the_exception():
     assert seen == [raised.value, "fit"]
 
 
-def test_plugins_may_stand_among_callbacks():
-    module = Logging(validate=lambda self, batch, i: self.log("val_loss", 5.0))
-    one = fit(
-        module,
-        val=loader(),
-        max_epochs=9,
-        callbacks=[EarlyStopping("val_loss", patience=1), noting([])],
-    )
-    assert one.current_epoch == 2
-    assert [choice.label for choice in one.plan.plugins] == [
-        "geartrain-callbacks[early_stopping]",
-        "Noting",
-    ]
-
-
-def test_a_callback_may_stand_among_plugins():
-    seen = []
-
-    class Sees(Callback):
-        def on_train_epoch_end(self, trainer, pl_module):
-            seen.append(trainer.current_epoch)
-
-    fit(plugins=[Sees()], max_epochs=2)
-    assert seen == [0, 1]
-
-
 def test_state_is_the_callbacks():
     class Keeps(Callback):
         n = 0
@@ -235,9 +211,9 @@ def test_state_is_the_callbacks():
             self.n = state["n"]
 
     callback = Keeps()
-    fit(callbacks=[callback], max_epochs=3)
+    fit(callbacks=[callback])
     adapter = Adapter(callback)
-    assert adapter.state_dict() == {"n": 3}
+    assert adapter.state_dict() == {"n": 1}
     adapter.load_state_dict({"n": 7})
     assert callback.n == 7
     assert not hasattr(Adapter(noting([])), "state_dict")
@@ -253,72 +229,48 @@ def test_a_callback_can_be_sent_to_another_process():
     assert isinstance(pickle.loads(pickle.dumps(Adapter(Module()))).callback, Callback)
 
 
-@pytest.mark.parametrize("name", NOT_CALLED)
-def test_a_method_that_would_never_be_called(name):
-    callback = type("Mine", (Callback,), {name: lambda self, trainer, pl_module: None})()
-    with pytest.raises(
-        UsageError, match=rf"callback Mine.{name} would never be called. Use instead: "
-    ):
-        trainer(callbacks=[callback])
-
-
-def test_a_misspelt_method():
-    callback = type(
-        "Mine", (Callback,), {"on_train_epoch_ends": lambda self, trainer, pl_module: None}
-    )()
-    with pytest.raises(
-        UsageError,
-        match=r"on_train_epoch_ends would never be called. Did you mean 'on_train_epoch_end'\?",
-    ):
-        trainer(callbacks=[callback])
+def with_method(name, base=Callback):
+    """Return an object of a class ``Mine`` with this method."""
+    return type("Mine", (base,), {name: lambda self, trainer, pl_module: None})()
 
 
 @pytest.mark.parametrize(
-    ("wrong", "why"),
+    ("wrong", "message"),
     [
+        *(
+            (with_method(name), rf"Mine.{name} would never be called. Use in")
+            for name in NOT_CALLED
+        ),
+        (
+            with_method("on_train_epoch_ends"),
+            r"Mine.*_ends would never be called. Did you mean 'on_train_epoch_end'\?",
+        ),
         (Callback(), "overrides no method"),
         (object(), "no callback"),
         ("early_stopping", "no callback"),
     ],
 )
-def test_an_object_that_is_not_a_callback_is_refused(wrong, why):
-    with pytest.raises(UsageError, match=why):
+def test_callbacks_that_would_never_be_called_are_refused(wrong, message):
+    with pytest.raises(UsageError, match=message):
         trainer(callbacks=[wrong])
 
 
 def test_the_base_has_each_hook_of_the_module_with_its_arguments():
-    known = {name for name in vars(ModuleHooks(Net())) if name.startswith("on_")} - {
-        "on_before_batch_transfer",
-        "on_after_batch_transfer",
-    }
-    assert known - set(NOT_CALLED) == set(EVENTS)
+    known = {name for name in vars(ModuleHooks(Net())) if name.startswith("on_")}
+    transfers = {"on_before_batch_transfer", "on_after_batch_transfer"}
+    assert known - transfers - set(NOT_CALLED) == set(EVENTS)
     for name in EVENTS:
         own = list(inspect.signature(getattr(gt.Module, name)).parameters)
-        assert list(inspect.signature(getattr(Callback, name)).parameters) == [
-            "self",
-            "trainer",
-            "pl_module",
-            *own[1:],
-        ]
+        found = list(inspect.signature(getattr(Callback, name)).parameters)
+        assert found == ["self", "trainer", "pl_module", *own[1:]]
 
 
 def test_the_docs_list_all_methods_called_and_not_called():
     page = (Path(__file__).parents[2] / "docs" / "callbacks.md").read_text(encoding="utf-8")
-    called, _, refused = page.partition("| called | when |")[2].partition(
-        "| not called | instead |"
-    )
-    assert set(
-        re.findall(
-            r"`(\w+)`",
-            "\n".join(line.split("|")[1] for line in called.splitlines() if line.startswith("|")),
-        )
-    ) == set(CALLED)
-    assert set(
-        re.findall(
-            r"`(\w+)`",
-            "\n".join(line.split("|")[1] for line in refused.splitlines() if line.startswith("|")),
-        )
-    ) == set(NOT_CALLED)
+    for heading, methods in (("| called | when |", CALLED), ("| not called | ", NOT_CALLED)):
+        rows = page.partition(heading)[2].partition("\n\n")[0].splitlines()[2:]
+        names = "".join(row.split("|")[1] for row in rows)
+        assert set(re.findall(r"`(\w+)`", names)) == set(methods)
 
 
 # --- self.log -------------------------------------------------------------------------------------

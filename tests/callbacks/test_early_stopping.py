@@ -3,7 +3,7 @@
 import pytest
 from small_models import Logging, fit, loader
 
-from geartrain import TrainingError, UsageError
+from geartrain import TrainingError
 from geartrain.callbacks import EarlyStopping
 from geartrain.errors import nearest
 
@@ -28,49 +28,34 @@ def run_on(values, val=True, every=1.0, **options):
     return callback, fit(module, val=loader(4) if val else None, plugins=[callback], **of_trainer)
 
 
-@pytest.mark.parametrize("val", [True, False])
 @pytest.mark.parametrize(
-    ("values", "options", "epochs"),
+    ("values", "options", "epochs", "reason"),
     [
-        ([5, 4, 3, 3, 3, 3, 3], {}, 6),
-        ([5, 4, 3, 3, 3, 3, 3], {"patience": 1}, 4),
-        ([5, 4, 5, 3, 3, 3], {"patience": 2}, 6),
-        ([1, 2, 3, 2, 2, 2], {"mode": "max"}, 6),
-        ([1, 2, 3, 2, 2, 2], {"mode": "min"}, 4),
-        ([5, 4.9, 4.8, 4.7], {"min_delta": 0.5}, 4),
-        ([5, 5.1, 5.2, 5.3], {"min_delta": 0.5, "mode": "max"}, 4),
-        ([5, 4.4, 3.8, 3.2, 3.2, 3.2, 3.2], {"min_delta": 0.5}, 7),
-        ([5, 4, NAN], {}, 3),
-        ([5, 4, INF], {"mode": "max"}, 3),
-        ([5, NAN, 4, NAN, NAN, NAN], {"check_finite": False}, 6),
-        ([5, 4, 0.5, 0.4], {"stopping_threshold": 1.0}, 3),
-        ([5, 4, 11, 4], {"divergence_threshold": 10.0}, 3),
-        ([5, 4, -11, 4], {"divergence_threshold": -10.0, "mode": "max"}, 3),
-        ([5, 4, 11, 4], {"stopping_threshold": 10.0, "mode": "max"}, 3),
-        (list(range(20, 0, -1)), {}, 12),
+        ([5, 4, 3, 3, 3, 3, 3], {}, 6, "metric was not better than 3 for 3 checks"),
+        ([5, 4, 5, 3, 3, 3], {"patience": 2}, 6, "not better than 3 for 2 checks"),
+        ([1, 2, 3, 2, 2, 2], {"mode": "max"}, 6, "not better than 3"),
+        ([1, 2, 3, 2, 2, 2], {"mode": "min", "val": False}, 4, "not better than 1"),
+        ([5, 4.9, 4.8, 4.7], {"min_delta": 0.5}, 4, "not better than 5"),
+        ([5, 5.1, 5.2, 5.3], {"min_delta": 0.5, "mode": "max"}, 4, "not better than 5"),
+        ([5, 4.4, 3.8, 3.2, 3.2, 3.2, 3.2], {"min_delta": 0.5}, 7, "not better than 3.2"),
+        ([5, 4, NAN], {}, 3, "metric = nan is not finite"),
+        ([5, 4, INF], {"mode": "max"}, 3, "is not finite"),
+        ([5, NAN, 4, NAN, NAN, NAN], {"check_finite": False}, 6, "not better than 4"),
+        ([5, 1], {"stopping_threshold": 2.0}, 2, "1 is better than stopping_threshold=2.0"),
+        ([5, 11], {"stopping_threshold": 10.0, "mode": "max"}, 2, "11 is better than stop"),
+        ([5, 11], {"divergence_threshold": 10.0}, 2, "11 is worse than divergence_threshold=10.0"),
+        ([5, -11], {"divergence_threshold": -10.0, "mode": "max"}, 2, "-11 is worse than div"),
+        (list(range(20, 0, -1)), {}, 12, ""),
     ],
 )
-def test_training_ends_after_the_right_epoch(values, options, epochs, val):
-    callback, trainer = run_on(values, val=val, **options)
+def test_training_ends_after_the_right_epoch(values, options, epochs, reason, capsys):
+    callback, trainer = run_on(values, **options)
     assert trainer.current_epoch == epochs
     assert trainer.global_step == 6 * epochs
-    assert bool(callback.reason) == (epochs < 12)
+    assert bool(callback.reason) == bool(reason)
+    assert reason in callback.reason
+    assert reason in capsys.readouterr().err
     assert callback.stopped_epoch == (epochs - 1 if epochs < 12 else 0)
-
-
-@pytest.mark.parametrize(
-    ("values", "options", "why"),
-    [
-        ([3, 3], {"patience": 1}, "metric was not better than 3 for 1 checks"),
-        ([NAN], {}, "metric = nan is not finite"),
-        ([1], {"stopping_threshold": 2.0}, "metric = 1 is better than stopping_threshold=2.0"),
-        ([3], {"divergence_threshold": 2.0}, "metric = 3 is worse than divergence_threshold=2.0"),
-    ],
-)
-def test_the_printed_line_has_the_reason(values, options, why, capsys):
-    callback, _ = run_on(values, **options)
-    assert why in callback.reason
-    assert why in capsys.readouterr().err
 
 
 def test_verbose_prints_each_improvement(capsys):
@@ -78,17 +63,14 @@ def test_verbose_prints_each_improvement(capsys):
     assert "metric went from 5 to 4" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("every", [1.0, 3])
-def test_the_sanity_check_does_not_count_as_a_check(every):
-    callback, _ = run_on([1, 5, 5, 5], every=every, max_epochs=2, num_sanity_val_steps=2)
+def test_the_sanity_check_does_not_count_as_a_check():
+    callback, _ = run_on([1, 5, 5], every=3, max_epochs=1, num_sanity_val_steps=2)
     assert callback.best_score == 5
 
 
-@pytest.mark.parametrize("flush", [1, 50])
-def test_validation_within_an_epoch_ends_it_at_once(flush):
+def test_validation_within_an_epoch_ends_it_at_once():
     """Checks happen after steps 2, 4, 6 and 8; the last is the third without improvement."""
-    _, trainer = run_on([5], every=2, log_every_n_steps=flush)
-    assert trainer.global_step == 8
+    assert run_on([5], every=2)[1].global_step == 8
 
 
 @pytest.mark.parametrize("flush", [1, 50])
@@ -97,23 +79,15 @@ def test_a_training_metric_has_the_value_of_the_step_before_the_validation(flush
         module.log("loss", [9.0, 5.0, 0.0, 6.0, 0.0, 7.0][batch_idx])
 
     stopping = EarlyStopping("loss", patience=2)
-    ended = fit(
-        Logging(train, validate=lambda *_: None),
-        val=loader(4),
-        plugins=[stopping],
-        val_check_interval=2,
-        log_every_n_steps=flush,
-    )
+    options = {"plugins": [stopping], "val_check_interval": 2, "log_every_n_steps": flush}
+    ended = fit(Logging(train, validate=lambda *_: None), val=loader(4), **options)
     assert (stopping.best_score, ended.global_step) == (5.0, 6)
 
 
 def test_an_epoch_without_the_metric_does_not_count_as_a_check():
-    with pytest.warns(
-        UserWarning, match="monitors 'metric', which was not logged"
-    ):  # in the first epoch
-        _, trainer = run_on(
-            [5], check_val_every_n_epoch=2, check_on_train_epoch_end=True, strict=False, patience=2
-        )
+    options = {"check_val_every_n_epoch": 2, "check_on_train_epoch_end": True, "strict": False}
+    with pytest.warns(UserWarning, match="monitors 'metric', which was not logged"):
+        _, trainer = run_on([5], patience=2, **options)
     assert trainer.current_epoch == 6
 
 
@@ -127,42 +101,28 @@ def test_after_each_epoch_training_metrics_can_be_monitored():
         train=lambda self, batch, i: self.log("train", 5.0, on_step=False, on_epoch=True),
         validate=lambda self, batch, i: None,
     )
-    assert (
-        fit(module, val=loader(), max_epochs=9, plugins=[EarlyStopping("train")]).current_epoch == 4
-    )
+    stopping = EarlyStopping("train", patience=1)
+    assert fit(module, val=loader(), max_epochs=9, plugins=[stopping]).current_epoch == 2
 
 
 def test_a_metric_that_was_not_logged_is_an_error_that_names_the_nearest():
-    with pytest.raises(
-        TrainingError,
-        match=r"'metrik', which was not logged. Did you mean 'metric'\? Logged: metric.",
-    ) as raised:
+    message = (
+        r"callbacks\[early_stopping\].*'metrik', which was not logged. Did you mean 'metric'\?"
+    )
+    with pytest.raises(TrainingError, match=message + " Logged: metric."):
         run_on([5], monitor="metrik")
-    assert "geartrain-callbacks[early_stopping]" in str(raised.value)
 
 
 def test_a_metric_of_several_loaders_is_named_by_the_first():
-    hint = nearest(
-        "val_loss", ["train_loss", "val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1"]
-    )
-    assert hint == "Did you mean 'val_loss/dataloader_idx_0'?"
+    logged = ["train_loss", "val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1"]
+    assert nearest("val_loss", logged) == "Did you mean 'val_loss/dataloader_idx_0'?"
 
 
 def test_not_strict_it_warns_once_and_continues():
     with pytest.warns(UserWarning, match="metrik") as warned:
-        _, trainer = run_on([5], monitor="metrik", strict=False)
-    assert trainer.current_epoch == 12
+        _, trainer = run_on([5], monitor="metrik", strict=False, max_epochs=3)
+    assert trainer.current_epoch == 3
     assert len(warned) == 1
-
-
-def test_it_may_be_chosen_by_name():
-    module = Logging(validate=lambda self, batch, i: self.log("val_loss", 5.0))
-    options = {"early_stopping": {"monitor": "val_loss", "patience": 1}}
-    trainer = fit(
-        module, val=loader(), max_epochs=9, plugins=["early_stopping"], plugin_options=options
-    )
-    assert trainer.current_epoch == 2
-    assert trainer.plan.plugins[0].label == "geartrain-callbacks[early_stopping]"
 
 
 def test_its_state_continues_the_count():
@@ -179,20 +139,5 @@ def test_the_next_fit_is_not_ended_by_the_last_ones_stop():
     callback, trainer = run_on([5], patience=1)
     assert trainer.current_epoch == 2
     callback.patience = 4
-    trainer.fit(
-        Logging(validate=lambda self, batch, i: self.log("metric", 5.0)), loader(), loader()
-    )
+    trainer.fit(Logging(validate=lambda self, *_: self.log("metric", 5.0)), loader(), loader())
     assert trainer.current_epoch == 3
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"mode": "auto"}, {"patience": -1}, {"patience": 1.5}, {"min_delta": -0.1}]
-)
-def test_wrong_options(wrong):
-    with pytest.raises(UsageError, match=next(iter(wrong))):
-        EarlyStopping("metric", **wrong)
-
-
-def test_after_validation_without_validation():
-    with pytest.raises(UsageError, match="the run has none"):
-        run_on([5], val=False, check_on_train_epoch_end=False)

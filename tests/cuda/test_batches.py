@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader
 
 import geartrain as gt
@@ -30,25 +30,15 @@ class Plain(gt.Module):
     pass
 
 
-def make_run(
-    module=None,
-    batches=None,
-    *,
-    stage="train",
-    run_stage=None,
-    index=0,
-    max_steps=-1,
-    accumulate=1,
-    sanity=2,
-    step=0,
-):
-    options = SimpleNamespace(
-        max_steps=max_steps, accumulate_grad_batches=accumulate, num_sanity_val_steps=sanity
-    )
-    run = SimpleNamespace(plan=SimpleNamespace(options=options), device=DEVICE)
+OPTIONS = {"max_steps": -1, "accumulate_grad_batches": 1, "num_sanity_val_steps": 2}
+
+
+def make_run(module=None, batches=None, *, stage="train", run_stage=None, index=0, step=0, **more):
+    """Return a run; ``more`` are options of its plan."""
+    options = SimpleNamespace(**{**OPTIONS, **more})
+    run = SimpleNamespace(plan=SimpleNamespace(options=options), device=DEVICE, step=step)
     run.module, run.stage = module or Plain(), run_stage or stage
     run.stages, run.dataloader_idx = {stage: Stage(batches=batches or [None])}, index
-    run.step = step
     run.to_device = lambda batch: run.module.transfer_batch_to_device(batch, DEVICE, index)
     return run
 
@@ -72,13 +62,6 @@ def step(gpu, batch):
 # --- data and streams -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ahead", [1, 2, 5])
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 40])
-def test_every_batch_comes_once_in_order_and_unchanged(gpu, count, ahead):
-    batches = prefetch(gpu, make_run(), loader(gpu, count), ahead=ahead)
-    assert [step(gpu, batch) for batch in batches] == list(range(count))
-
-
 def test_memory_is_reused(gpu):
     for batch in prefetch(gpu, make_run(), loader(gpu, 100), ahead=2):
         step(gpu, batch)
@@ -97,9 +80,7 @@ def test_a_copy_runs_in_parallel_to_a_step(gpu):
     assert side.clock.get(gpu.compute, 0) < gpu.compute.clock[gpu.compute]
 
 
-@settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_any_use_of_batches_is_free_of_races(data):
     """Steps keep batches for some time, read them again, validate in between, and end early."""
@@ -168,7 +149,7 @@ def refilled(gpu, count, wrap=lambda tensor: tensor):
 @pytest.mark.parametrize(
     "wrap", [lambda t: t, lambda t: [t, 1], lambda t: {"x": (t,)}, lambda t: Holder(t)]
 )
-@pytest.mark.parametrize("ahead", [0, 1, 3])
+@pytest.mark.parametrize("ahead", [0, 3])
 def test_a_loader_may_refill_a_buffer_on_the_gpu(gpu, ahead, wrap):
     def value(batch):
         while not hasattr(batch, "read"):
@@ -231,7 +212,7 @@ def late(monkeypatch):
 
 
 @pytest.mark.parametrize("pins_all", [True, False])
-@pytest.mark.parametrize("ahead", [0, 1, 3])
+@pytest.mark.parametrize("ahead", [0, 3])
 def test_a_loader_may_refill_pinned_memory(gpu, pins, late, ahead, pins_all):
     def refills():
         buffer = torch.zeros(1).pin_memory()
@@ -318,8 +299,7 @@ def test_close_does_not_wait_and_frees_all_memory(gpu, taken):
 # --- how far ahead --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ahead", [1, 3])
-@pytest.mark.parametrize("limit", [1, 2, 5])
+@pytest.mark.parametrize(("limit", "ahead"), [(1, 3), (2, 1), (5, 3)])
 def test_no_more_batches_are_read_than_the_loop_uses(gpu, limit, ahead):
     read = []
     source = loader(gpu, 1000, read)
@@ -341,22 +321,25 @@ def test_only_the_given_number_of_batches_is_read_ahead(gpu):
     assert len(read) == 5
 
 
+SANITY = {"run_stage": "sanity_check"}
+
+
 @pytest.mark.parametrize(
     ("stage", "options", "means"),
     [
         ("train", {}, None),
         ("train", {"batches": [7]}, 7),
         ("train", {"batches": [7], "max_steps": 3}, 3),
-        ("train", {"max_steps": 3, "step": 1, "accumulate": 4}, 8),
+        ("train", {"max_steps": 3, "step": 1, "accumulate_grad_batches": 4}, 8),
         ("train", {"batches": [7], "max_steps": 100}, 7),
         ("validate", {}, None),
         ("validate", {"batches": [7], "max_steps": 3}, 7),
         ("validate", {"batches": [7, 5], "index": 1}, 5),
         ("validate", {"batches": [0]}, 1),
-        ("validate", {"batches": [7], "run_stage": "sanity_check"}, 2),
-        ("validate", {"run_stage": "sanity_check"}, 2),
-        ("validate", {"batches": [1], "run_stage": "sanity_check"}, 1),
-        ("validate", {"batches": [7], "run_stage": "sanity_check", "sanity": -1}, 7),
+        ("validate", {**SANITY, "batches": [7]}, 2),
+        ("validate", SANITY, 2),
+        ("validate", {**SANITY, "batches": [1]}, 1),
+        ("validate", {**SANITY, "batches": [7], "num_sanity_val_steps": -1}, 7),
     ],
 )
 def test_most_is_the_number_of_batches_that_the_loop_uses(stage, options, means):
@@ -463,64 +446,40 @@ def test_everything_is_pinned_in_any_nesting(pins):
     assert type(found["pair"]) is Pair
 
 
-def test_a_pinned_tensor_is_not_copied(pins):
-    tensor = torch.arange(3).pin_memory()
-    assert pinned([tensor])[0] is tensor
-
-
 def test_a_sparse_tensor_is_not_copied(pins):
     sparse = torch.eye(3).to_sparse()
     assert pinned(sparse) is sparse
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_batches_are_pinned_before_the_copy(gpu, ahead):
-    seen = []
+class Broken(CPUBatch):
+    """A batch whose ``pin_memory`` raises."""
 
-    class Seen(CPUBatch):
-        def pin_memory(self):
-            seen.append(self.value)
-            return self
-
-    run = make_run()
-    for pin, expected in ((True, [0, 1, 2]), (False, [])):
-        seen.clear()
-        items = (Seen(gpu, value) for value in range(3))
-        batches = Prefetcher(DEVICE, ahead, pin).batches(run, items, "train")
-        assert [step(gpu, batch) for batch in batches] == [0, 1, 2]
-        assert seen == expected
+    def pin_memory(self):
+        raise RuntimeError(f"CUDA error: {self.error}")
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "CUDA error: out of memory\nand more",
-        "CUDA error: OS call failed or operation not supported",
-    ],
-)
+def unpinnable(gpu, error):
+    batch = Broken(gpu, 0)
+    batch.error = error
+    return batch
+
+
+@pytest.mark.parametrize("words", ["out of memory", "OS call failed or operation not supported"])
 def test_a_lack_of_pinned_memory_is_one_warning_and_batches_are_used_unpinned(gpu, words):
-    class Full(CPUBatch):
-        def pin_memory(self):
-            raise RuntimeError(words)
-
     run, prefetcher = make_run(), Prefetcher(DEVICE, 1, True)
-    message = rf"cannot be pinned.*: {words.splitlines()[0]}\. Fix: allow more locked memory"
-    batches = prefetcher.batches(run, [Full(gpu, 0), Full(gpu, 1)], "train")
+    batch = unpinnable(gpu, f"{words}\nand more")
+    message = rf"cannot be pinned.*: CUDA error: {words}\. Fix: allow more locked memory"
     with pytest.warns(UserWarning, match=message):
-        assert [step(gpu, batch) for batch in batches] == [0, 1]
+        assert [step(gpu, b) for b in prefetcher.batches(run, [batch, batch], "train")] == [0, 0]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert [step(gpu, b) for b in prefetcher.batches(run, [Full(gpu, 0)], "train")] == [0]
+        assert [step(gpu, b) for b in prefetcher.batches(run, [batch], "train")] == [0]
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_another_error_of_pinning_is_raised(gpu, ahead):
-    class Broken(CPUBatch):
-        def pin_memory(self):
-            raise RuntimeError("CUDA error: device-side assert triggered")
-
+def test_another_error_of_pinning_is_raised(gpu):
+    batch = unpinnable(gpu, "device-side assert triggered")
     with pytest.raises(RuntimeError, match="device-side assert"):
-        next(Prefetcher(DEVICE, ahead, True).batches(make_run(), [Broken(gpu, 0)], "train"))
+        next(Prefetcher(DEVICE, 1, True).batches(make_run(), [batch], "train"))
 
 
 def test_an_object_without_pinning_does_not_change(pins):
@@ -532,9 +491,3 @@ def test_an_object_without_pinning_does_not_change(pins):
     found = pinned(data)
     assert found[0] is data[0]
     assert found[1].is_pinned()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="memory can be pinned here")
-def test_without_cuda_torch_itself_refuses_to_pin():
-    with pytest.raises(RuntimeError):
-        pinned(torch.arange(3))

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings, strategies as st
 
 from geartrain_cuda import CUDAAccelerator, find_usable_cuda_devices
 from geartrain_cuda.nvml import session
-from geartrain_cuda.visible import View, view
+from geartrain_cuda.visible import view
 
 from .fake_pynvml import FakeGPU, FakeNVML
 
@@ -30,35 +30,21 @@ def shown(variable, *, fake=None, **environ):
 
 
 @pytest.mark.parametrize(
-    ("variable", "means"),
-    [
-        (None, [0, 1, 2, 3]),
-        ("", []),
-        ("-1", []),
-        ("0", [0]),
-        ("2,1", [2, 1]),
-        ("2, 1", [2, 1]),
-        ("0,2,-1,1", [0, 2]),
-        ("0,1,2,3", [0, 1, 2, 3]),
-        ("0,", [0]),
-        ("+1", [1]),
-        ("001", [1]),
-        ("GPU-5d5ba0d6-d33d", [0]),
-        ("GPU-71,GPU-0aa", [3, 1]),
-    ],
-)
-def test_a_valid_value_shows_gpus_without_a_problem(variable, means):
-    assert shown(variable) == (means, None)
-
-
-@pytest.mark.parametrize(
     ("variable", "means", "entry"),
     [
-        ("9", [], "'9'"),
+        (None, [0, 1, 2, 3], None),
+        ("", [], None),
+        ("-1", [], None),
+        ("2, 1", [2, 1], None),
+        ("0,2,-1,1", [0, 2], None),
+        ("0,", [0], None),
+        ("+1", [1], None),
+        ("001", [1], None),
+        ("GPU-5d5ba0d6-d33d", [0], None),
+        ("GPU-71,GPU-0aa", [3, 1], None),
         ("0,9,1", [0], "'9'"),
         ("1,nonsense,0", [1], "'nonsense'"),
         ("0,,1", [0], "''"),
-        ("0,0", [], "'0'"),
         ("1,2,01", [], "'01'"),
         ("0,-2", [0], "'-2'"),
         ("9" * 5000, [], "999"),
@@ -70,16 +56,15 @@ def test_a_valid_value_shows_gpus_without_a_problem(variable, means):
         ("GPU-71, GPU-5d", [3], "' GPU-5d'"),
         ("GPU-71,GPU-71", [], "'GPU-71'"),
         ("GPU-71,GPU-710", [], "'GPU-710'"),
-        ("gpu-71", [], "'gpu-71'"),
         ("MIG-71", [], "'MIG-71'"),
         ("cuda:0", [], "'cuda:0'"),
     ],
 )
-def test_an_invalid_entry_hides_gpus_and_is_named(variable, means, entry):
+def test_a_value_shows_gpus_and_an_invalid_entry_is_named(variable, means, entry):
     devices, problem = shown(variable)
     assert devices == means
-    assert entry in problem
-    assert "Fix: " in problem
+    assert (problem is None) == (entry is None)
+    assert entry is None or (entry in problem and "Fix: " in problem)
 
 
 # --- the same reading as torch's ------------------------------------------------------------------
@@ -103,7 +88,7 @@ entries = st.one_of(
 )
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.lists(entries, max_size=5).map(",".join).filter(lambda text: not text.startswith("MIG-")))
 @example("GPU-0,GPU-5")
 @example("9,9")
@@ -118,7 +103,7 @@ def test_numbers_and_uuids_mean_the_same_gpus_as_in_torch(text):
     assert right is None or devices == right
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
     | st.lists(entries | st.just("MIG-x")).map(",".join)
@@ -235,24 +220,16 @@ def test_indices_of_different_models_are_uncertain(gpus, environ, uncertain):
         assert "Fix: export CUDA_DEVICE_ORDER=PCI_BUS_ID" in order
 
 
-def test_an_uncertain_order_is_warned_of_once():
-    seen = View((), None, order="GPUs differ")
-    with pytest.warns(UserWarning, match="GPUs differ"):
-        seen.warn()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        seen.warn()
-        View((), None).warn()
-
-
-def test_find_usable_cuda_devices_warns_of_an_uncertain_order(machine):
+def test_find_usable_cuda_devices_warns_of_an_uncertain_order_once(machine):
     machine(*MIXED)
     with pytest.warns(UserWarning, match="PCI_BUS_ID"):
         assert find_usable_cuda_devices() == [0, 1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        find_usable_cuda_devices()
 
 
 def test_device_count_counts_the_visible_devices(machine, monkeypatch):
     machine(4)
-    assert CUDAAccelerator.device_count() == 4
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,7,0")
     assert CUDAAccelerator.device_count() == 2

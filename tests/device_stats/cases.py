@@ -3,6 +3,7 @@
 import threading
 import time
 
+import small_models
 import torch
 from torch import nn
 
@@ -10,14 +11,8 @@ import geartrain as gt
 from geartrain import hookimpl
 
 DEADLINE = 30
-CPU = {
-    "cpu_utilization_percent",
-    "process_cpu_percent",
-    "process_rss_mib",
-    "memory_used_percent",
-    "memory_available_mib",
-    "load_1m",
-}
+CPU = {"cpu_utilization_percent", "process_cpu_percent", "process_rss_mib"}
+CPU |= {"memory_used_percent", "memory_available_mib", "load_1m"}
 
 
 class Net(gt.Module):
@@ -108,18 +103,8 @@ class Chip(FakeGpu):
 
 def trainer(*plugins, interval=0.1, **options):
     """Return a trainer: one epoch on the CPU with the installed plugin, no progress bar."""
-    given = {
-        "accelerator": "cpu",
-        "enable_progress_bar": False,
-        "max_epochs": 1,
-        "num_sanity_val_steps": 0,
-        **options,
-    }
-    return gt.Trainer(
-        plugins=["device_stats", *plugins],
-        plugin_options={"device_stats": {"interval": interval}},
-        **given,
-    )
+    options["plugin_options"] = {"device_stats": {"interval": interval}}
+    return small_models.trainer(plugins=["device_stats", *plugins], **options)
 
 
 def sampling():

@@ -20,36 +20,30 @@ from .cases import FakeGpu, Logger, Net, Until, sampling, trainer
 
 def train_on_a_node():
     node, logger = int(os.environ["NODE_RANK"]), Logger()
-    one = trainer(
-        logger, FakeGpu(gpu0_power_watt=100 + node), strategy="ddp", devices=1, num_nodes=2
-    )
-    one.fit(
-        Net(),
-        Until(
-            lambda: any(
-                "node1_cpu_utilization_percent" in figures for _, _, figures in logger.samples
-            )
-        ),
-    )
+    gpu = FakeGpu(gpu0_power_watt=100 + node)
+    one = trainer(logger, gpu, strategy="ddp", devices=1, num_nodes=2)
+
+    def has_both():
+        return any("node1_cpu_utilization_percent" in figures for _, _, figures in logger.samples)
+
+    one.fit(Net(), Until(has_both))
     assert not sampling()
     return logger.samples, one.global_rank
 
 
+def store(port=0, is_server=True):
+    options = {"timeout": timedelta(seconds=10), "wait_for_workers": False}
+    return TCPStore("127.0.0.1", port, None, is_server, **options)
+
+
 @pytest.fixture
 def server():
-    return TCPStore(
-        "127.0.0.1", 0, None, True, timeout=timedelta(seconds=10), wait_for_workers=False
-    )
+    return store()
 
 
 def node(server, rank, count=3):
-    end = Nodes(
-        SimpleNamespace(
-            plan=SimpleNamespace(num_nodes=count),
-            store=server,
-            world=gt.World(rank, count, 0, 1, rank),
-        )
-    )
+    plan, world = SimpleNamespace(num_nodes=count), gt.World(rank, count, 0, 1, rank)
+    end = Nodes(SimpleNamespace(plan=plan, store=server, world=world))
     end.connect()
     return end
 
@@ -64,9 +58,7 @@ def test_rank_0_gets_the_newest_values_of_every_node(server):
 
 def test_no_node_waits_for_a_connection_that_another_client_blocks(server):
     """A process group that waits for a rank blocks its connection to the store meanwhile."""
-    client = TCPStore(
-        server.host, server.port, None, False, timeout=timedelta(seconds=30), wait_for_workers=False
-    )
+    client = store(server.port, is_server=False)
     waiting = threading.Thread(target=client.wait, args=(["come"],), daemon=True)
     first, second = node(client, 0, 2), node(client, 1, 2)
     waiting.start()
@@ -78,9 +70,7 @@ def test_no_node_waits_for_a_connection_that_another_client_blocks(server):
 
 
 def test_a_store_that_no_longer_exists_is_an_error():
-    server = TCPStore(
-        "127.0.0.1", 0, None, True, timeout=timedelta(seconds=10), wait_for_workers=False
-    )
+    server = store()
     first = node(server, 0)
     first._run.store = None
     del server
@@ -99,9 +89,8 @@ def test_two_nodes_are_in_rank_0s_log(tmp_path):
     last = samples[-1][2]
     assert (last["node0_gpu0_power_watt"], last["node1_gpu0_power_watt"]) == (100.0, 101.0)
     assert last["node0_process_rss_mib"] != last["node1_process_rss_mib"]
-    assert all(
-        name.startswith(("node0_", "node1_")) for _, _, figures in samples for name in figures
-    )
+    names = {name for _, _, figures in samples for name in figures}
+    assert all(name.startswith(("node0_", "node1_")) for name in names)
     assert "device_stats: " not in first.printed + second.printed, "nothing to complain of"
 
 
@@ -124,19 +113,15 @@ class Elsewhere(Pretend):
 
 def test_without_a_store_only_node_0_is_logged_with_a_warning():
     logger = Logger()
-    with pytest.warns(
-        UserWarning,
-        match=r"Elsewhere has no store that every rank reaches, so only node 0's figures are "
-        r"logged",
-    ):
+    message = "Elsewhere has no store that every rank reaches, so only node 0's figures are logged"
+    with pytest.warns(UserWarning, match=message):
         trainer(logger, FakeGpu(), strategy=Elsewhere(0), num_nodes=2).fit(Net(), [torch.ones(2)])
     assert logger.samples[0][2]["node0_gpu0_memory_used_mib"] == 1024.0
 
 
 def test_without_a_store_another_node_does_not_sample():
     gpu, seen = FakeGpu(), []
-    trainer(Logger(), gpu, strategy=Elsewhere(1), num_nodes=2).fit(
-        Net(), Until(lambda: seen.extend(sampling()) or True)
-    )
+    watched = Until(lambda: seen.extend(sampling()) or True)
+    trainer(Logger(), gpu, strategy=Elsewhere(1), num_nodes=2).fit(Net(), watched)
     assert not seen
     assert gpu.asked == 0

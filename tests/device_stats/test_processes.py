@@ -1,8 +1,10 @@
 """Several processes on one node: only one of them samples."""
 
+import pytest
 from several_ranks import results
 
 from geartrain import hookimpl
+from geartrain.testing import ThreadRanks
 from geartrain_device_stats import DeviceStats
 
 from ..spawn.models import Net as SpawnedNet, loader, trainer as spawning
@@ -27,6 +29,16 @@ def train_on_a_rank():
     return who.sampling, gpu.asked, logger.samples
 
 
+def test_only_the_first_of_two_thread_ranks_samples():
+    who, logger = Who(), Logger()
+    one = trainer(who, FakeGpu(), logger, strategy=ThreadRanks(2))
+    one.fit(Net(), Until(logger.count(2)))
+    assert who.sampling == {1}
+    assert {"gpu0_memory_used_mib", "process_rss_mib"} <= logger.samples[0][2].keys()
+    assert not sampling()
+
+
+@pytest.mark.end_to_end
 def test_only_the_first_of_two_ranks_samples(tmp_path):
     (threads, asked, samples), other = results(tmp_path, train_on_a_rank)
     assert threads == {1}
@@ -35,6 +47,7 @@ def test_only_the_first_of_two_ranks_samples(tmp_path):
     assert other == ({0}, 0, [])
 
 
+@pytest.mark.end_to_end  # test_plugin.py pickles the object and uses it in a second fit
 def test_an_object_works_on_spawned_ranks_and_in_a_second_fit(tmp_path):
     one = spawning(plugins=[DeviceStats(1000)], output=str(tmp_path / "out"))
     module = SpawnedNet()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
-from several_ranks import results
+from threads import on_threads
 
 from geartrain import TrainingError, UsageError, hookimpl
 from geartrain.callbacks import ModelCheckpoint
@@ -34,13 +34,8 @@ def empty(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def uri(tmp_path, monkeypatch, empty):
     """A copy of the database for one test; at the end no file is open."""
-    for name in (
-        "MLFLOW_TRACKING_URI",
-        "MLFLOW_EXPERIMENT_NAME",
-        "MLFLOW_EXPERIMENT_ID",
-        "MLFLOW_ALLOW_FILE_STORE",
-    ):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("TRACKING_URI", "EXPERIMENT_NAME", "EXPERIMENT_ID", "ALLOW_FILE_STORE"):
+        monkeypatch.delenv(f"MLFLOW_{name}", raising=False)
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.chdir(tmp_path)
     shutil.copy(empty, tmp_path)
@@ -53,25 +48,32 @@ def close(client):
     client._tracking_client.store.engine.dispose()
 
 
-def runs(uri, experiment="Default"):
-    """Return the experiment's runs, oldest first."""
+@contextlib.contextmanager
+def reading(uri):
     client = MlflowClient(uri)
     try:
-        found = client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
-        return sorted(found, key=lambda run: (run.info.start_time, run.info.end_time))
+        yield client
     finally:
         close(client)
+
+
+def runs(uri, experiment="Default"):
+    """Return the experiment's runs, oldest first."""
+    with reading(uri) as client:
+        found = client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
+        return sorted(found, key=lambda run: (run.info.start_time, run.info.end_time))
 
 
 def history(uri, run, name):
-    client = MlflowClient(uri)
-    try:
-        return sorted(
-            (metric.step, metric.value)
-            for metric in client.get_metric_history(run.info.run_id, name)
-        )
-    finally:
-        close(client)
+    with reading(uri) as client:
+        found = client.get_metric_history(run.info.run_id, name)
+        return sorted((metric.step, metric.value) for metric in found)
+
+
+def artifacts(uri, run):
+    """Return the paths of the run's checkpoints."""
+    with reading(uri) as client:
+        return [file.path for file in client.list_artifacts(run.info.run_id, "checkpoints")]
 
 
 # --- content --------------------------------------------------------------------------------------
@@ -79,30 +81,21 @@ def history(uri, run, name):
 
 def test_a_run_has_params_metrics_with_their_steps_tags_and_its_status(uri, tmp_path):
     plugin = MLflow(experiment="digits", tracking_uri=uri, tags={"team": "red"})
-    fit(plugin, output=tmp_path / "first", net=Net(lr=0.5))
+    net = Net(lr=0.5, note="ä" * 7000)  # MLflow takes 6000
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(plugin, output=tmp_path / "first", net=net)
+    assert not ours(caught)
     (run,) = runs(uri, "digits")
     assert (run.info.status, run.info.run_name) == ("FINISHED", "first")
     assert run.info.end_time >= run.info.start_time
     assert history(uri, run, "loss") == [(step, float(step)) for step in (2, 4, 6, 8, 10, 12)]
     assert history(uri, run, "val_loss") == [(6, 106.0), (12, 112.0)]
     params = run.data.params
-    assert {name: params[name] for name in ("lr", "widths", "bias", "note")} == {
-        "lr": "0.5",
-        "widths": "[3, 1]",
-        "bias": "true",
-        "note": "a",
-    }
-    assert {
-        name: params[f"plan.{name}"]
-        for name in ("accelerator", "strategy", "precision", "processes", "max_epochs")
-    } == {
-        "accelerator": "cpu",
-        "strategy": "single",
-        "precision": "32-true",
-        "processes": "1",
-        "max_epochs": "2",
-    }
-    assert params["plan.batch_size.global"] == "4"
+    expected = {"lr": "0.5", "widths": "[3, 1]", "bias": "true", "note": "ä" * 6000}
+    expected |= {"plan.accelerator": "cpu", "plan.strategy": "single", "plan.processes": "1"}
+    expected |= {"plan.precision": "32-true", "plan.max_epochs": "2", "plan.batch_size.global": "4"}
+    assert {name: params[name] for name in expected} == expected
     assert json.loads(params["plan.plugins"]) == ["mlflow"]
     assert run.data.tags["team"] == "red"
     assert run.data.tags["geartrain.command"] == "fit"
@@ -125,10 +118,8 @@ def test_without_a_uri_it_is_mlflows_database_in_the_working_folder(tmp_path):
 
 def test_a_folder_is_written_if_mlflow_allows_it(tmp_path, monkeypatch):
     uri = (tmp_path / "store").as_uri()
-    with pytest.raises(
-        UsageError,
-        match=r"geartrain-mlflow\[mlflow\]: tracking_uri='file:.*is a folder.*sqlite:///mlflow\.db",
-    ):
+    message = r"\[mlflow\]: tracking_uri='file:.*is a folder.*sqlite:///mlflow\.db"
+    with pytest.raises(UsageError, match=message):
         fit(MLflow(tracking_uri=uri))
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     fit(MLflow(tracking_uri=uri), max_epochs=1)
@@ -146,12 +137,8 @@ def test_more_metrics_than_one_call_takes_and_nan_and_infinity(uri, monkeypatch)
 
     monkeypatch.setattr(MlflowClient, "log_batch", count)
     values = {f"metric {i}": float(i) for i in range(2100)}
-    fit(
-        MLflow(tracking_uri=uri),
-        values={**values, "nan": math.nan, "inf": math.inf},
-        max_epochs=1,
-        log_every_n_steps=6,
-    )
+    all_values = {**values, "nan": math.nan, "inf": math.inf}
+    fit(MLflow(tracking_uri=uri), values=all_values, max_epochs=1, log_every_n_steps=6)
     (run,) = runs(uri)
     found = run.data.metrics
     assert {name: found[name] for name in values} == values
@@ -160,70 +147,40 @@ def test_more_metrics_than_one_call_takes_and_nan_and_infinity(uri, monkeypatch)
     assert found["inf"] > 1e308  # MLflow's databases store the largest number instead
 
 
-def test_names_that_mlflow_refuses_are_mapped(uri):
+def test_names_that_mlflow_refuses_are_mapped_anew_in_each_run(uri):
     names = {
-        "acc@1": 1.0,
-        "acc%1": 2.0,
-        "acc_1": 3.0,
-        "a//b/../c/": 4.0,
-        "x" * 300: 5.0,
-        "x" * 299: 6.0,
-        "grün (µ): ok": 7.0,
-        "..": 8.0,
+        "acc@1": "acc_1",
+        "acc%1": "acc_1_2",
+        "acc_1": "acc_1_3",
+        "a//b/../c/": "a/b/c",
+        "x" * 300: "x" * LONGEST,
+        "x" * 299: "x" * (LONGEST - 6) + "_2",
+        "grün (µ): ok": "grün _µ__ ok",
+        "..": "_",
     }
-    fit(MLflow(tracking_uri=uri), values=names, max_epochs=1)
-    (run,) = runs(uri)
-    found = {
-        value: name
-        for name, value in run.data.metrics.items()
-        if value < 9 and name not in ("loss", "val_loss")
-    }
-    assert found == {
-        1.0: "acc_1",
-        2.0: "acc_1_2",
-        3.0: "acc_1_3",
-        4.0: "a/b/c",
-        5.0: "x" * LONGEST,
-        6.0: "x" * (LONGEST - 6) + "_2",
-        7.0: "grün _µ__ ok",
-        8.0: "_",
-    }
+    plugin, numbered = MLflow(tracking_uri=uri), {name: -float(i) for i, name in enumerate(names)}
+    fit(plugin, values=numbered, max_epochs=1)
+    fit(plugin, values={"acc%1": -9.0}, max_epochs=1)
+    first, second = runs(uri)
+    found = {value: name for name, value in first.data.metrics.items()}
+    assert {name: found[value] for name, value in numbered.items()} == names
+    assert second.data.metrics["acc_1"] == -9.0
 
 
 def test_a_name_always_has_the_same_spelling():
     names = Names()
-    assert [names[name] for name in ("a:b", "a b", "a?b", "a:b", "a?b")] == [
-        "a_b",
-        "a b",
-        "a_b_2",
-        "a_b",
-        "a_b_2",
-    ]
-
-
-def test_values_that_are_too_long_are_cut(uri):
-    fit(MLflow(tracking_uri=uri), net=Net(note="ä" * 7000), max_epochs=1)
-    (run,) = runs(uri)
-    assert run.data.params["note"] == "ä" * 6000
+    found = [names[name] for name in ("a:b", "a b", "a?b", "a:b", "a?b")]
+    assert found == ["a_b", "a b", "a_b_2", "a_b", "a_b_2"]
 
 
 def test_checkpoints_are_artifacts_on_request(uri, tmp_path):
     for name, wanted in (("with", True), ("without", False)):
         fit(MLflow(tracking_uri=uri, experiment=name, checkpoints=wanted), output=tmp_path / name)
-    client = MlflowClient(uri)
-    found = {
-        name: client.list_artifacts(runs(uri, name)[0].info.run_id, "checkpoints")
-        for name in ("with", "without")
-    }
-    sent = Path(
-        client.download_artifacts(runs(uri, "with")[0].info.run_id, "checkpoints/last.ckpt")
-    )
-    close(client)
-    assert ([file.path for file in found["with"]], found["without"]) == (
-        ["checkpoints/last.ckpt"],
-        [],
-    )
-    assert sent.read_bytes() == (tmp_path / "with" / "last.ckpt").read_bytes()
+    (sent,), (other,) = runs(uri, "with"), runs(uri, "without")
+    assert (artifacts(uri, sent), artifacts(uri, other)) == (["checkpoints/last.ckpt"], [])
+    with reading(uri) as client:
+        file = Path(client.download_artifacts(sent.info.run_id, "checkpoints/last.ckpt"))
+    assert file.read_bytes() == (tmp_path / "with" / "last.ckpt").read_bytes()
 
 
 def test_a_checkpoint_that_was_deleted_before_it_was_sent_is_left_out(
@@ -246,11 +203,9 @@ def test_a_checkpoint_that_was_deleted_before_it_was_sent_is_left_out(
     best = ModelCheckpoint("val_loss", mode="max", dirpath=tmp_path / "best", filename="{step}")
     fit(MLflow(tracking_uri=uri, checkpoints=True), best, Says())
     (run,) = runs(uri)
-    client = MlflowClient(uri)
-    found = [file.path for file in client.list_artifacts(run.info.run_id, "checkpoints")]
-    close(client)
-    assert (found, run.info.status) == (["checkpoints/step=12.ckpt"], "FINISHED")
-    assert not [one for one in recwarn if "mlflow" in str(one.message)]
+    assert artifacts(uri, run) == ["checkpoints/step=12.ckpt"]
+    assert run.info.status == "FINISHED"
+    assert not ours(recwarn)
 
 
 def test_images_histograms_texts_and_tables_are_artifacts(uri):
@@ -266,18 +221,6 @@ def test_images_histograms_texts_and_tables_are_artifacts(uri):
     assert json.loads((folder / "table" / "00000006.json").read_text())["rows"] == [["a|b", 1]]
     assert (folder / "images" / "cat" / "00000006.png").read_bytes().startswith(b"\x89PNG")
     assert len(list(folder.rglob("*.*"))) == 4
-
-
-def test_its_own_object_of_a_silent_server_is_an_error_after_patience(monkeypatch):
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        own = MLflow(tracking_uri=f"http://127.0.0.1:{silent.getsockname()[1]}", patience=0.1)
-        with pytest.raises(TrainingError, match="MLflow has not created the run within"):
-            fit(own, net=Shows(lambda net: net.logger.experiment))
-        (left,) = [thread for thread in threading.enumerate() if thread.name == "mlflow"]
-    left.join(60)  # the closed socket ends its request
 
 
 @pytest.mark.parametrize(
@@ -303,11 +246,13 @@ def test_each_command_of_one_object_is_a_run(uri):
     assert history(uri, found[2], "tested") == [(6, 7.0)]
 
 
-def test_names_of_one_run_do_not_change_those_of_the_next(uri):
-    plugin = MLflow(tracking_uri=uri)
-    for name in ("acc@1", "acc%1"):
-        fit(plugin, values={name: 1.0}, max_epochs=1)
-    assert all("acc_1" in run.data.metrics for run in runs(uri))
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_ranks_write_once(uri, first):
+    one, _ = on_threads(first=first, plugins=[MLflow(tracking_uri=uri)])
+    one.fit(Net(), loader(), loader())
+    (run,) = runs(uri)
+    assert history(uri, run, "val_loss") == [(3, 103.0)]
+    assert run.data.params["plan.processes"] == "2"
 
 
 def test_a_trial_writes_nothing(tmp_path):
@@ -315,85 +260,71 @@ def test_a_trial_writes_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["test.db"]
 
 
-def train_on_a_rank(uri):
-    fit("mlflow", strategy="ddp", devices=2, plugin_options={"mlflow": {"tracking_uri": uri}})
-
-
-def test_two_ranks_write_once(uri, tmp_path):
-    results(tmp_path, train_on_a_rank, uri)
-    (run,) = runs(uri)
-    assert history(uri, run, "val_loss") == [(3, 103.0), (6, 106.0)]
-    assert run.data.params["plan.processes"] == "2"
-
-
 # --- refused options, and servers that do not answer ----------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "option",
+    ("name", "value"),
     [
-        {"experiment": ""},
-        {"run_name": " "},
-        {"tracking_uri": ""},
-        {"patience": 0},
-        {"patience": float("nan")},
-        {"patience": True},
+        *(("experiment", ""), ("run_name", " "), ("tracking_uri", "")),
+        *(("patience", 0), ("patience", math.nan), ("patience", True)),
     ],
 )
-def test_wrong_options_are_refused_by_mlflow(option):
-    with pytest.raises(UsageError, match=rf"geartrain-mlflow\[mlflow\]: {next(iter(option))}="):
-        MLflow(**option)
+def test_wrong_options_are_refused_by_mlflow(name, value):
+    with pytest.raises(UsageError, match=rf"geartrain-mlflow\[mlflow\]: {name}="):
+        MLflow(**{name: value})
 
 
 def ours(caught):
-    return [
-        str(warning.message)
-        for warning in caught
-        if "geartrain-mlflow[mlflow]" in str(warning.message)
-    ]
+    messages = [str(warning.message) for warning in caught]
+    return [message for message in messages if "geartrain-mlflow[mlflow]" in message]
 
 
-def test_a_server_that_refuses_is_one_warning(monkeypatch):
-    """A closed port, with MLflow's own retries turned off."""
+@contextlib.contextmanager
+def bound(monkeypatch, silent=False):
+    """Give the address of a server that refuses connections, or accepts and never answers."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    with socket.socket() as bound:  # never listens, so connections to its port are refused
-        bound.bind(("127.0.0.1", 0))
-        with pytest.warns(UserWarning, match=r"geartrain-mlflow\[mlflow\]") as caught:
-            one = fit(MLflow(tracking_uri=f"http://127.0.0.1:{bound.getsockname()[1]}"))
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if silent:
+            server.listen()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        left = [thread for thread in threading.enumerate() if thread.name == "mlflow"]
+        assert len(left) == silent
+    for thread in left:  # the closed socket resets the connection, which ends the thread
+        thread.join(60)
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [(None, "127.0.0.1"), ("sqlite:///file/x.db", "")],
+    ids=["a closed port", "a file in place of a folder"],
+)
+def test_a_server_that_refuses_is_one_warning(tmp_path, monkeypatch, address, words):
+    (tmp_path / "file").write_text("mine")
+    with (
+        bound(monkeypatch) as refuses,
+        pytest.warns(UserWarning, match=r"geartrain-mlflow\[mlflow\]") as caught,
+    ):
+        one = fit(MLflow(tracking_uri=address or refuses))
     assert one.global_step == 12
     (warning,) = ours(caught)
-    assert "MlflowException" in warning
-    assert "127.0.0.1" in warning
+    assert words in warning
 
 
 def test_a_silent_server_delays_the_end_at_most_by_patience(monkeypatch):
-    """The server accepts and never answers. MLflow would wait two minutes, and then retry."""
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        with pytest.warns(UserWarning, match=r"geartrain-mlflow\[mlflow\]") as caught:
-            one = fit(
-                MLflow(tracking_uri=f"http://127.0.0.1:{silent.getsockname()[1]}", patience=0.5)
-            )
-        (left,) = [thread for thread in threading.enumerate() if thread.name == "mlflow"]
-    # Closing the listening socket resets the waiting connection, which ends the thread.
-    left.join(60)
+    """MLflow would wait two minutes, and then retry."""
+    with (
+        bound(monkeypatch, silent=True) as address,
+        pytest.warns(UserWarning, match=r"geartrain-mlflow\[mlflow\]") as caught,
+    ):
+        one = fit(MLflow(tracking_uri=address, patience=0.5))
     assert one.global_step == 12
     (warning,) = ours(caught)
     assert "has not taken everything within 0.5 s" in warning
 
 
-def test_a_database_that_cannot_be_opened_is_one_warning(tmp_path):
-    (tmp_path / "file").write_text("mine")
-    with pytest.warns(UserWarning, match=r"geartrain-mlflow\[mlflow\]") as caught:
-        one = fit(MLflow(tracking_uri=f"sqlite:///{tmp_path}/file/x.db"))
-    assert one.global_step == 12
-    assert len(ours(caught)) == 1
-
-
-def test_a_successful_run_gives_no_warning(uri, tmp_path):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(MLflow(tracking_uri=uri), output=tmp_path / "run")
-    assert not ours(caught)
+def test_its_own_object_of_a_silent_server_is_an_error_after_patience(monkeypatch):
+    net, message = Shows(lambda net: net.logger.experiment), "MLflow has not created the run within"
+    with bound(monkeypatch, silent=True) as address, pytest.raises(TrainingError, match=message):
+        fit(MLflow(tracking_uri=address, patience=0.1), net=net)

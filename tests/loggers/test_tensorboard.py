@@ -1,12 +1,14 @@
 """The plugin ``tensorboard``: its files, read by TensorBoard."""
 
 import json
+import math
 import threading
 import warnings
 
 import pytest
 import torch
 from several_ranks import results
+from small_models import assert_equal
 from tensorboard import context
 from tensorboard.backend.event_processing import (
     data_provider,
@@ -15,6 +17,7 @@ from tensorboard.backend.event_processing import (
 )
 from tensorboard.plugins import base_plugin
 from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
+from threads import on_threads
 
 from geartrain import TrainingError, UsageError
 from geartrain_tensorboard import TensorBoard
@@ -30,16 +33,13 @@ except ImportError:
 @pytest.fixture(autouse=True)
 def _nothing_is_left_open(tmp_path):
     yield
-    assert not [
-        thread for thread in threading.enumerate() if type(thread).__name__ == "_AsyncWriterThread"
-    ]
+    assert "_AsyncWriterThread" not in {type(one).__name__ for one in threading.enumerate()}
     assert not any("tfevents" in path for path in open_files())
 
 
 def read(folder):
-    return event_accumulator.EventAccumulator(
-        str(folder), size_guidance={"scalars": 0, "tensors": 0}
-    ).Reload()
+    all_of = {"scalars": 0, "tensors": 0}
+    return event_accumulator.EventAccumulator(str(folder), size_guidance=all_of).Reload()
 
 
 def scalars(folder):
@@ -55,60 +55,42 @@ def sessions(folder):
     runs = plugin_event_multiplexer.EventMultiplexer().AddRunsFromDirectory(str(folder))
     runs.Reload()
     provider = data_provider.MultiplexerDataProvider(runs, str(folder))
-    backend = backend_context.Context(
-        base_plugin.TBContext(logdir=str(folder), data_provider=provider, multiplexer=runs)
-    )
-    request, wanted = (
-        context.RequestContext(),
-        api_pb2.ListSessionGroupsRequest(start_index=0, slice_size=99),
-    )
+    own = base_plugin.TBContext(logdir=str(folder), data_provider=provider, multiplexer=runs)
+    backend, request = backend_context.Context(own), context.RequestContext()
+    wanted = api_pb2.ListSessionGroupsRequest(start_index=0, slice_size=99)
     wanted.allowed_statuses.extend(api_pb2.Status.values())
-    records, given = (
-        backend.hparams_metadata(request, ""),
-        backend.hparams_from_data_provider(request, "", 99),
-    )
-    experiment = backend.experiment_from_metadata(request, "", True, records, given)
-    wanted.col_params.extend(
-        api_pb2.ColParams(metric=info.name) for info in experiment.metric_infos
-    )
-    groups = list_session_groups.Handler(request, backend, "", wanted).run().session_groups
-    return {
-        session.name: (
-            {
-                name: getattr(value, value.WhichOneof("kind"))
-                for name, value in group.hparams.items()
-            },
-            {value.name.tag: value.value for value in session.metric_values},
-            api_pb2.Status.Name(session.status),
-        )
-        for group in groups
-        for session in group.sessions
-    }
+    records = backend.hparams_metadata(request, "")
+    given = backend.hparams_from_data_provider(request, "", 99)
+    infos = backend.experiment_from_metadata(request, "", True, records, given).metric_infos
+    wanted.col_params.extend(api_pb2.ColParams(metric=info.name) for info in infos)
+    found = {}
+    for group in list_session_groups.Handler(request, backend, "", wanted).run().session_groups:
+        values = {name: getattr(v, v.WhichOneof("kind")) for name, v in group.hparams.items()}
+        for session in group.sessions:
+            metrics = {value.name.tag: value.value for value in session.metric_values}
+            found[session.name] = (values, metrics, api_pb2.Status.Name(session.status))
+    return found
 
 
 # --- content --------------------------------------------------------------------------------------
 
 
 def test_scalars_and_evaluations_have_the_step_of_their_logging(tmp_path):
-    one = fit("tensorboard", output=tmp_path)
+    one = fit("tensorboard", output=tmp_path, values={"nan": math.nan, "inf": math.inf})
     one.test(Net(), loader())
-    assert scalars(tmp_path / "tensorboard") == {
-        "loss": [(step, float(step)) for step in (2, 4, 6, 8, 10, 12)],
+    found, steps = scalars(tmp_path / "tensorboard"), (2, 4, 6, 8, 10, 12)
+    assert [math.isnan(value) for _, value in found.pop("nan")] == [True] * 6
+    assert found == {
+        "loss": [(step, float(step)) for step in steps],
+        "inf": [(step, math.inf) for step in steps],
         "val_loss": [(6, 106.0), (12, 112.0)],
         "tested": [(12, 7.0)],
     }
-
-
-def test_nan_and_infinity_are_kept(tmp_path):
-    fit(
-        "tensorboard",
-        output=tmp_path,
-        values={"nan": float("nan"), "inf": float("inf")},
-        max_epochs=1,
-    )
-    found = scalars(tmp_path / "tensorboard")
-    assert found["inf"][0] == (2, float("inf"))
-    assert found["nan"][0][1] != found["nan"][0][1]
+    (event,) = read(tmp_path / "tensorboard").Tensors("plan/text_summary")
+    text = event.tensor_proto.string_val[0].decode()
+    assert text.startswith("```json\n")
+    plan = json.loads(text.removeprefix("```json").removesuffix("```"))
+    assert plan == json.loads(json.dumps(one.plan.as_dict()))
 
 
 def test_hyperparameters_are_in_tensorboards_table_with_the_newest_metrics(tmp_path):
@@ -119,12 +101,8 @@ def test_hyperparameters_are_in_tensorboards_table_with_the_newest_metrics(tmp_p
     assert hyperparameters == {"lr": 0.1, "widths": "[3, 1]", "bias": "true", "note": "a"}
     assert metrics == {"loss": 12.0, "val_loss": 112.0}
     assert status == "STATUS_SUCCESS"
-    assert found["b/tensorboard"][0] == {
-        "lr": 0.01,
-        "widths": "[3, 1]",
-        "bias": "false",
-        "note": "a",
-    }
+    other = {"lr": 0.01, "widths": "[3, 1]", "bias": "false", "note": "a"}
+    assert found["b/tensorboard"][0] == other
     assert set(found) == {"a/tensorboard", "b/tensorboard"}  # no other folder for them
 
 
@@ -159,25 +137,12 @@ def test_its_own_object_exists_in_a_run_only_and_does_nothing_in_a_trial(tmp_pat
         one.logger.experiment.add_scalar("own", 1.5, 3)
 
 
-def test_the_plan_is_a_text(tmp_path):
-    one = fit("tensorboard", output=tmp_path)
-    (event,) = read(tmp_path / "tensorboard").Tensors("plan/text_summary")
-    text = event.tensor_proto.string_val[0].decode()
-    assert text.startswith("```json\n")
-    assert json.loads(text.removeprefix("```json").removesuffix("```")) == json.loads(
-        json.dumps(one.plan.as_dict())
-    )
-
-
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [(ValueError("oh"), "STATUS_FAILURE"), (KeyboardInterrupt(), "STATUS_FAILURE")],
-)
-def test_a_failed_run_is_shown_as_failed_with_its_metrics(tmp_path, error, status):
-    with pytest.raises(type(error)):
-        fit("tensorboard", output=tmp_path / "a", error=error)
-    ((_, metrics, found),) = sessions(tmp_path).values()
-    assert (metrics, found) == ({"loss": 2.0}, status)
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_failed_run_is_shown_as_failed_with_its_metrics(tmp_path, error):
+    with pytest.raises(error):
+        fit("tensorboard", output=tmp_path / "a", error=error())
+    ((_, metrics, status),) = sessions(tmp_path).values()
+    assert (metrics, status) == ({"loss": 2.0}, "STATUS_FAILURE")
 
 
 # --- graph ----------------------------------------------------------------------------------------
@@ -201,9 +166,7 @@ def test_graph_is_written_on_request_and_changes_nothing(tmp_path):
     assert not read(tmp_path / "plain" / "tensorboard").Tags()["graph"]
     graph = read(tmp_path / "graph" / "tensorboard").Graph()
     assert any("Linear" in node.name for node in graph.node)
-    assert all(
-        torch.equal(a, b) for a, b in zip(plain.parameters(), with_graph.parameters(), strict=True)
-    )  # the random numbers are equal too
+    assert_equal(plain, with_graph)  # the random numbers are equal too
 
 
 class Untraceable(Net):
@@ -219,11 +182,8 @@ class Untraceable(Net):
 def test_without_a_graph_the_rest_is_written_with_a_warning(tmp_path, net, why, capsys):
     if isinstance(net, Untraceable):
         net.example_input_array = torch.zeros(1, 3)
-    with pytest.warns(
-        UserWarning,
-        match=r"geartrain-tensorboard\[tensorboard\]: no graph was written of "
-        rf"{type(net).__name__}: .*{why}",
-    ):
+    message = rf"\[tensorboard\]: no graph was written of {type(net).__name__}: .*{why}"
+    with pytest.warns(UserWarning, match=message):
         fit(TensorBoard(graph=True), output=tmp_path, net=net)
     assert scalars(tmp_path / "tensorboard")["val_loss"] == [(6, 106.0), (12, 112.0)]
     assert capsys.readouterr().out == ""
@@ -238,26 +198,11 @@ def test_a_second_fit_of_the_same_object_has_another_folder(tmp_path):
     for _ in range(3):
         one.fit(net, loader())
     one.test(net, loader())
-    assert scalars(folder / "fit-2") == {"loss": [(2, 2.0), (4, 4.0), (6, 6.0)]}
-    assert scalars(folder / "fit-3") == {
-        "loss": [(2, 2.0), (4, 4.0), (6, 6.0)],
-        "tested": [(6, 7.0)],
-    }
+    losses = [(2, 2.0), (4, 4.0), (6, 6.0)]
+    assert scalars(folder / "fit-2") == {"loss": losses}
+    assert scalars(folder / "fit-3") == {"loss": losses, "tested": [(6, 7.0)]}
     assert set(sessions(tmp_path)) == {"tb", "tb/fit-2", "tb/fit-3"}
     assert len(list(folder.glob("events*"))) == 1
-
-
-def test_no_place_to_write_is_refused():
-    with pytest.raises(
-        UsageError, match=r"geartrain-tensorboard\[tensorboard\] has no place.*--output DIR"
-    ):
-        fit("tensorboard")
-
-
-def test_a_file_as_folder_is_refused(tmp_path):
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(UsageError, match=r"geartrain-tensorboard\[tensorboard\].*is not a folder"):
-        fit(TensorBoard(str(tmp_path / "file")))
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), True, "1"])
@@ -266,21 +211,27 @@ def test_wrong_flush_seconds_are_refused(seconds):
         TensorBoard(flush_seconds=seconds)
 
 
+@pytest.mark.parametrize(
+    ("folder", "message"), [(None, "has no place.*--output DIR"), (__file__, ".*is not a folder")]
+)
+def test_no_place_to_write_is_refused(folder, message):
+    with pytest.raises(UsageError, match=rf"geartrain-tensorboard\[tensorboard\].*{message}"):
+        fit(TensorBoard(folder))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_ranks_write_once(tmp_path, first):
+    one, _ = on_threads(first=first, plugins="tensorboard", output=tmp_path)
+    one.fit(Net(), loader(), loader())
+    folder = tmp_path / "tensorboard"
+    assert len(list(folder.iterdir())) == 1
+    assert scalars(folder)["val_loss"] == [(3, 103.0)]
+
+
 def test_a_trial_writes_nothing(tmp_path):
     for plugin in ("tensorboard", TensorBoard(str(tmp_path / "tb"))):
         fit(plugin, output=tmp_path / "run", fast_dev_run=True)
     assert list(tmp_path.iterdir()) == []
-
-
-def train_on_a_rank():
-    fit("tensorboard", strategy="ddp", devices=2, output="run")
-
-
-def test_two_ranks_write_once(tmp_path):
-    results(tmp_path, train_on_a_rank)
-    folder = tmp_path / "run" / "tensorboard"
-    assert len(list(folder.iterdir())) == 1
-    assert scalars(folder)["val_loss"] == [(3, 103.0), (6, 106.0)]
 
 
 # --- when it cannot be written --------------------------------------------------------------------
@@ -312,9 +263,8 @@ def test_a_full_disk_is_one_warning(tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_one_warning(tmp_path):
     (tmp_path / "file").write_text("mine")
-    with pytest.warns(
-        UserWarning, match=r"geartrain-tensorboard\[tensorboard\]: on_run_start raised"
-    ) as caught:
+    message = r"geartrain-tensorboard\[tensorboard\]: on_run_start raised"
+    with pytest.warns(UserWarning, match=message) as caught:
         one = fit(TensorBoard(str(tmp_path / "file" / "tb")))
     assert one.global_step == 12
     assert sum("tensorboard" in str(warning.message) for warning in caught) == 1

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 from small_models import (
+    SGD,
     CountsInPlace,
     Loggers,
     Net,
@@ -25,7 +26,7 @@ from small_models import (
 from torch import nn
 
 from geartrain import TrainingError, UsageError, hookimpl
-from geartrain.callbacks import EMA, Callback, NaNGuard, Norms
+from geartrain.callbacks import EMA, NaNGuard, Norms
 
 from .manual import Two, by_hand, each_in_turn, in_turn_by_hand, once
 
@@ -39,10 +40,6 @@ class Own(Two):
 Own.automatic_optimization = True  # only __init__ sets it to False
 
 
-def test_the_mode_of_a_run_is_manual_or_automatic():
-    assert [fit(module).run.mode for module in (Own(), Net())] == ["manual", "automatic"]
-
-
 # --- results --------------------------------------------------------------------------------------
 
 
@@ -53,22 +50,15 @@ def test_manual_optimisation_trains_like_a_plain_loop(kind):
     one = fit(module, max_epochs=2)
     assert_equal(module, expected)
     assert differ(module, kind().state_dict())
-    assert one.global_step == 12
+    assert (one.run.mode, one.global_step) == ("manual", 12)
 
 
-@pytest.mark.parametrize(
-    ("precision", "dtype"), [("64-true", torch.float64), ("bf16-true", torch.bfloat16)]
-)
-def test_true_precisions(precision, dtype):
-    module = Two()
-    fit(module, precision=precision, max_epochs=2)
-    assert module.a.weight.dtype is dtype
-    torch.manual_seed(0)
-    expected = Two().to(dtype)
-    data = [tuple(t.to(dtype) for t in batch) for batch in loader()]
-    torch.testing.assert_close(
-        module.a.weight, by_hand(expected, data, in_turn_by_hand, epochs=2).a.weight
-    )
+def test_a_true_precision():
+    module, data = Two(), [tuple(t.bfloat16() for t in batch) for batch in loader()]
+    expected = by_hand(copy.deepcopy(module).bfloat16(), data, in_turn_by_hand)
+    fit(module, precision="bf16-true")
+    assert module.a.weight.dtype is torch.bfloat16
+    torch.testing.assert_close(module.a.weight, expected.a.weight)
 
 
 def test_the_hooks_of_a_model_that_was_wrapped_in_place_are_called():
@@ -121,11 +111,8 @@ def test_clip_gradients_clips_only_this_optimizers_gradients(algorithm, clip):
     expected = by_hand(module, loader(), partial(in_turn_by_hand, clip=clip))
     fit(module)
     assert_equal(module, expected)
-    assert (
-        all(norm is None for norm in norms)
-        if algorithm == "value"
-        else all(norm > 1e-3 for norm in norms)
-    )
+    assert [norm is None or norm > 1e-3 for norm in norms] == [True] * 12
+    assert {norm is None for norm in norms} == {algorithm == "value"}
 
 
 def test_options_of_backward():
@@ -135,9 +122,7 @@ def test_options_of_backward():
         module.manual_backward(loss)
         both = [p.grad.clone() for p in module.parameters()]
         module.zero_grad()
-        module.manual_backward(
-            torch.stack([loss.detach() * 0 + module.loss(batch)] * 2), gradient=torch.ones(2)
-        )
+        module.manual_backward(torch.stack([module.loss(batch)] * 2), gradient=torch.ones(2))
         for p, expected in zip(module.parameters(), both, strict=True):
             torch.testing.assert_close(p.grad, expected)
         with pytest.raises(RuntimeError, match="second time"):
@@ -150,39 +135,30 @@ def test_options_of_backward():
 def test_a_closure():
     class Quasi(Two):
         def configure_optimizers(self):
-            return [
-                torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3),
-                torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0),
-            ], []
+            return [torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)], []
 
-    returned = []
+    losses, expected_losses = [], []
 
-    def train(module, batch, batch_idx):
-        optimizer = module.optimizers()[0]
-
+    def step(module, optimizer, batch, backward):
         def closure():
             optimizer.zero_grad()
             loss = module.loss(batch)
-            module.manual_backward(loss)
+            backward(loss)
             return loss
 
-        returned.append((optimizer.step(closure).item(), batch))
+        return optimizer.step(closure).item()
+
+    def train(module, batch, batch_idx):
+        losses.append(step(module, module.optimizers(), batch, module.manual_backward))
 
     def same(module, optimizers, batch, batch_idx):
-        def closure():
-            optimizers[0].zero_grad()
-            loss = module.loss(batch)
-            loss.backward()
-            return loss
+        expected_losses.append(step(module, optimizers[0], batch, torch.Tensor.backward))
 
-        expected_returns.append(optimizers[0].step(closure).item())
-
-    expected_returns = []
     module = Quasi(train)
     expected = by_hand(module, loader(), same)
     fit(module)
     assert_equal(module, expected)
-    assert [loss for loss, _ in returned] == expected_returns
+    assert losses == expected_losses
 
 
 def test_a_closure_keeps_autocast_and_a_step_does_not():
@@ -213,26 +189,6 @@ def test_a_closure_keeps_autocast_and_a_step_does_not():
 # --- the optimizers -------------------------------------------------------------------------------
 
 
-def test_optimizers_are_torchs_and_are_restored_after_the_run():
-    def train(module, batch, batch_idx):
-        a, b = module.optimizers()
-        assert isinstance(a, torch.optim.SGD)
-        assert isinstance(b, torch.optim.Adam)
-        assert a is module.kept
-        torch.optim.lr_scheduler.StepLR(a, 1)
-        each_in_turn(module, batch, batch_idx)
-
-    class Keeps(Two):
-        def configure_optimizers(self):
-            made = super().configure_optimizers()
-            self.kept = made[0][0]
-            return made
-
-    module = Keeps(train)
-    fit(module)
-    assert not {"step", "zero_grad"} & set(vars(module.kept))
-
-
 def test_optimizers_and_parameters_are_restored_after_an_error():
     def train(module, batch, batch_idx):
         module.kept = module.optimizers()[0]
@@ -255,12 +211,16 @@ def test_an_optimizer_that_the_module_keeps_runs_the_hooks():
             return self.mine
 
     def train(module, batch, batch_idx):
+        assert module.optimizers() is module.mine
+        torch.optim.lr_scheduler.StepLR(module.mine, 1)
         module.mine.zero_grad()
         module.manual_backward(module.loss(batch))
         module.mine.step()
 
-    fit(Keeps(train), plugins=[recorder], limit_train_batches=1)
+    module = Keeps(train)
+    fit(module, plugins=[recorder], limit_train_batches=1)
     assert "optimizer_step 0" in recorder.calls
+    assert not {"step", "zero_grad"} & set(vars(module.mine))
 
 
 def test_only_the_module_steps_schedulers():
@@ -269,11 +229,8 @@ def test_only_the_module_steps_schedulers():
     class Scheduled(Two):
         def configure_optimizers(self):
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            scheduler = Noting(optimizer, notes.append)
-            return [optimizer], [
-                scheduler,
-                {"scheduler": Noting(optimizer, notes.append), "interval": "step"},
-            ]
+            by_steps = {"scheduler": Noting(optimizer, notes.append), "interval": "step"}
+            return [optimizer], [Noting(optimizer, notes.append), by_steps]
 
     def train(module, batch, batch_idx):
         optimizer = module.optimizers()
@@ -328,14 +285,8 @@ def test_the_order_of_hooks():
     class Notes(Two):
         pass
 
-    for name in (
-        "train_batch_start",
-        "before_backward",
-        "after_backward",
-        "before_optimizer_step",
-        "before_zero_grad",
-        "train_batch_end",
-    ):
+    names = ("train_batch_start", "before_backward", "after_backward", "before_optimizer_step")
+    for name in (*names, "before_zero_grad", "train_batch_end"):
         setattr(Notes, f"on_{name}", lambda self, *arguments, name=name: recorder.note("own", name))
     fit(Notes(once), plugins=[recorder], limit_train_batches=1)
     assert recorder.calls == [
@@ -405,22 +356,15 @@ def test_norms_are_of_the_stepped_optimizers_gradients_unscaled_and_before_clipp
         a, _ = module.optimizers()
         module.manual_backward(module.loss(batch))
         scale = 65536 if precision == "16-mixed" else 1
-        expected.append(
-            torch.stack([p.grad.norm() / scale for p in module.a.parameters()]).norm().item()
-        )
+        norms = [p.grad.norm() / scale for p in module.a.parameters()]
+        expected.append(torch.stack(norms).norm().item())
         module.clip_gradients(a, 1e-6)
         a.step()  # b's gradients are still scaled
 
-    fit(
-        Two(train),
-        plugins=[Norms(every=1), logged],
-        log_every_n_steps=1,
-        precision=precision,
-        limit_train_batches=1,
-    )
-    assert [
-        metrics["grad_norm"] for _, metrics in logged.lines if "grad_norm" in metrics
-    ] == pytest.approx(expected)
+    options = {"log_every_n_steps": 1, "precision": precision, "limit_train_batches": 1}
+    fit(Two(train), plugins=[Norms(every=1), logged], **options)
+    norms = [metrics["grad_norm"] for _, metrics in logged.lines if "grad_norm" in metrics]
+    assert norms == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("check", ["loss", "gradients"])
@@ -441,17 +385,6 @@ def test_nan_guard_skips_a_bad_step(check):
     one = fit(module, plugins=[NaNGuard("skip", check)])
     assert_equal(module, expected)
     assert one.callback_metrics["skipped_nan_steps"] == 1
-
-
-def test_a_callback_gets_every_step():
-    seen = []
-
-    class Hears(Callback):
-        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-            seen.append(type(optimizer).__name__)
-
-    fit(Two(), callbacks=[Hears()], limit_train_batches=2)
-    assert seen == ["SGD", "Adam"] * 2
 
 
 def test_steps_are_batches_for_max_steps_and_flushes():
@@ -505,34 +438,6 @@ def test_toggling_does_not_change_frozen_and_shared_parameters():
     ]
 
 
-def test_unbalanced_toggles_are_errors():
-    def twice(module, batch, batch_idx):
-        a, b = module.optimizers()
-        module.toggle_optimizer(a)
-        module.toggle_optimizer(b)
-
-    def another(module, batch, batch_idx):
-        a, b = module.optimizers()
-        module.toggle_optimizer(a)
-        module.untoggle_optimizer(b)
-
-    def never(module, batch, batch_idx):
-        module.untoggle_optimizer(module.optimizers()[0])
-
-    def strange(module, batch, batch_idx):
-        module.toggle_optimizer(torch.optim.SGD(module.parameters(), lr=0.1))
-
-    for train, words in (
-        (twice, "already toggled"),
-        (another, "another optimizer is toggled"),
-        (never, "no optimizer is toggled"),
-    ):
-        with pytest.raises(TrainingError, match=words):
-            fit(Two(train))
-    with pytest.raises(TrainingError, match="none of this module's optimizers"):
-        fit(Two(strange))
-
-
 def test_the_context_manager_untoggles_after_an_error():
     def train(module, batch, batch_idx):
         def raising():
@@ -551,38 +456,92 @@ def test_the_context_manager_untoggles_after_an_error():
 # --- refused --------------------------------------------------------------------------------------
 
 
+class Becomes(Two):
+    """Changes ``automatic_optimization`` in setup."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.automatic_optimization, self.value = not value, value
+
+    def setup(self, stage):
+        self.automatic_optimization = self.value
+
+
+def replaces(hook):
+    """Return a plugin that replaces the hook."""
+    members = {"replaces": {hook}, hook: hookimpl(lambda self, run: None)}
+    return {"plugins": [type("Replaces", (), members)()]}
+
+
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("module", "options", "message"),
     [
         (
+            Two,
             {"accumulate_grad_batches": 4},
             r"Two\.automatic_optimization is False, so accumulate_grad_batches=4.*"
             r"Fix: call zero_grad\(\) and step\(\) once in 4",
         ),
+        (Two, {"gradient_clip_val": 0.5}, r"val=0\.5.*self\.clip_gradients\(optimizer, 0\.5\)"),
         (
-            {"gradient_clip_val": 0.5},
-            r"gradient_clip_val=0\.5.*self\.clip_gradients\(optimizer, 0\.5\)",
+            Two,
+            {"plugins": ["manual_optimisation"]},
+            r"manual_optimisation\] is added to a run for a module with .* Fix: leave it out",
         ),
+        (Two, replaces("step"), r"manual_optimisation\] must own the hook 'step'"),
+        (Two, replaces("forward"), "must own the hook 'forward'"),
+        (Two, replaces("clip_gradients"), "must own the hook 'clip_gradients'"),
+        (partial(Becomes, True), {}, "automatic_optimization became True after fit had begun"),
+        (partial(Becomes, False), {}, "automatic_optimization became False after fit had begun"),
     ],
 )
-def test_options_that_the_loop_would_ignore_are_errors(options, words):
-    with pytest.raises(UsageError, match=words):
-        trainer(**options).fit(Two(), loader())
+def test_a_run_that_contradicts_manual_optimisation_is_refused(module, options, message):
+    with pytest.raises(UsageError, match=message):
+        fit(module(), **options)
 
 
-def test_manual_optimisation_cannot_be_selected_by_name():
-    with pytest.raises(
-        UsageError,
-        match=r"manual_optimisation\] is added to a run for a module with .* Fix: leave it out",
-    ):
-        trainer(plugins=["manual_optimisation"])
+def toggle_twice(module, a, b, loss):
+    module.toggle_optimizer(a)
+    module.toggle_optimizer(b)
 
 
-@pytest.mark.parametrize("hook", ["step", "forward", "clip_gradients"])
-def test_plugins_that_replace_a_hook_of_manual_optimisation_are_refused(hook):
-    replaces = {"replaces": {hook}, hook: hookimpl(lambda self, run: None)}
-    with pytest.raises(UsageError, match=rf"manual_optimisation\] must own the hook '{hook}'"):
-        trainer(plugins=[type("Replaces", (), replaces)()]).fit(Two(), loader())
+def untoggle_another(module, a, b, loss):
+    module.toggle_optimizer(a)
+    module.untoggle_optimizer(b)
+
+
+CLIP = "a number above 0, and 'norm' or 'value'"
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (toggle_twice, "already toggled"),
+        (untoggle_another, "another optimizer is toggled"),
+        (lambda module, a, b, loss: module.untoggle_optimizer(a), "no optimizer is toggled"),
+        (
+            lambda module, a, b, loss: module.toggle_optimizer(SGD(module.parameters())),
+            "none of this module's optimizers",
+        ),
+        (lambda module, a, b, loss: module.manual_backward(loss.detach()), "requires_grad=False"),
+        (
+            lambda module, a, b, loss: module.manual_backward(torch.stack([loss] * 2)),
+            "must be one number",
+        ),
+        (lambda module, a, b, loss: module.manual_backward(3.0), "a tensor, but got float"),
+        (lambda module, a, b, loss: module.clip_gradients(a, 0), CLIP),
+        (lambda module, a, b, loss: module.clip_gradients(a, True), CLIP),
+        (lambda module, a, b, loss: module.clip_gradients(a, "1"), CLIP),
+        (lambda module, a, b, loss: module.clip_gradients(a, 1.0, "max"), CLIP),
+        (lambda module, a, b, loss: a.step(scaler=3), "takes only a closure, not scaler"),
+    ],
+)
+def test_a_wrong_call_in_a_training_step_is_an_error(act, message):
+    def train(module, batch, batch_idx):
+        act(module, *module.optimizers(), module.loss(batch))
+
+    with pytest.raises((TrainingError, TypeError), match=message):
+        fit(Two(train))
 
 
 @pytest.mark.parametrize(
@@ -600,41 +559,13 @@ def test_automatic_optimisation_refuses_the_methods_of_manual_optimisation(call)
             call(self, self.optimizers())
             return self.loss(batch)
 
-    with pytest.raises(
-        TrainingError, match=r"Automatic calls self\..*automatic_optimization is True.*Fix"
-    ):
+    message = r"Automatic calls self\..*automatic_optimization is True.*Fix"
+    with pytest.raises(TrainingError, match=message):
         fit(Automatic())
     with pytest.raises(TrainingError, match="automatic_optimization is True"):
         call(Net(), None)
     with pytest.raises(TrainingError, match="only in fit"):
         call(Two(), None)
-
-
-@pytest.mark.parametrize("value", [True, False])
-def test_automatic_optimization_cannot_change_during_fit(value):
-    class Changes(Two):
-        automatic_optimization = value
-
-        def setup(self, stage):
-            self.automatic_optimization = not value
-
-    with pytest.raises(
-        UsageError, match=rf"automatic_optimization became {not value} after fit had begun"
-    ):
-        fit(Changes())
-
-
-@pytest.mark.parametrize(
-    ("loss", "words"),
-    [
-        (lambda module, batch: module.loss(batch).detach(), "requires_grad=False"),
-        (lambda module, batch: torch.stack([module.loss(batch)] * 2), "must be one number"),
-        (lambda module, batch: 3.0, "a tensor, but got float"),
-    ],
-)
-def test_a_loss_without_backward(loss, words):
-    with pytest.raises(TrainingError, match=words):
-        fit(Two(lambda module, batch, batch_idx: module.manual_backward(loss(module, batch))))
 
 
 def test_options_that_a_plugins_backward_does_not_take_are_an_error():
@@ -645,37 +576,13 @@ def test_options_that_a_plugins_backward_does_not_take_are_an_error():
         def backward(self, loss):
             loss.backward()
 
+    def train(module, batch, batch_idx):
+        module.manual_backward(module.loss(batch), retain_graph=True)
+
     fit(Two(), plugins=[Replaces()])
-    with pytest.raises(
-        TrainingError, match=r"Replaces owns the hook 'backward', which takes no retain_graph"
-    ):
-        fit(
-            Two(
-                lambda module, batch, _: module.manual_backward(
-                    module.loss(batch), retain_graph=True
-                )
-            ),
-            plugins=[Replaces()],
-        )
-
-
-@pytest.mark.parametrize(
-    ("limit", "algorithm"), [(0, "norm"), (True, "norm"), ("1", "norm"), (1.0, "max")]
-)
-def test_wrong_clipping(limit, algorithm):
-    with pytest.raises(TrainingError, match="a number above 0, and 'norm' or 'value'"):
-        fit(
-            Two(
-                lambda module, batch, _: module.clip_gradients(
-                    module.optimizers()[0], limit, algorithm
-                )
-            )
-        )
-
-
-def test_a_step_takes_only_a_closure():
-    with pytest.raises(TypeError, match="takes only a closure, not scaler"):
-        fit(Two(lambda module, batch, _: module.optimizers()[0].step(scaler=3)))
+    message = r"Replaces owns the hook 'backward', which takes no retain_graph"
+    with pytest.raises(TrainingError, match=message):
+        fit(Two(train), plugins=[Replaces()])
 
 
 # --- one trainer, several modules -----------------------------------------------------------------

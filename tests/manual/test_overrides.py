@@ -51,9 +51,12 @@ SUPER = {
 }
 
 
+CLIP = {"gradient_clip_val": 1e-4}
+
+
 @pytest.mark.parametrize("name", SUPER)
 @pytest.mark.parametrize(
-    "options", [{}, {"accumulate_grad_batches": 4}, {"precision": "16-mixed"}], ids=str
+    "options", [{"accumulate_grad_batches": 4}, {"precision": "16-mixed"}], ids=str
 )
 def test_super_is_what_the_loop_does(name, options):
     def configure_optimizers(self):
@@ -69,11 +72,9 @@ def test_super_is_what_the_loop_does(name, options):
         calls.append(name)
         SUPER[name](self, *given)
 
-    module = made(Small, configure_optimizers=configure_optimizers, **{name: method})
-    expected = trained(
-        made(Small, configure_optimizers=configure_optimizers), gradient_clip_val=1e-4, **options
-    )
-    assert equal(trained(module, gradient_clip_val=1e-4, **options), expected)
+    scheduled, options = {"configure_optimizers": configure_optimizers}, {**CLIP, **options}
+    expected = trained(made(Small, **scheduled), **options)
+    assert equal(trained(made(Small, **scheduled, **{name: method}), **options), expected)
     steps = 6 if "accumulate_grad_batches" not in options else 2
     assert len(calls) == (6 if name == "backward" else steps)
 
@@ -111,13 +112,10 @@ def test_the_closure_returns_the_loss_and_computes_nothing(output):
 
     trained(made(training_step=training_step, optimizer_step=optimizer_step), max_epochs=2)
     assert len(losses) == len(seen) == 12
-    for loss, value in zip(losses, seen, strict=True):
-        assert loss == value
-        assert not value.requires_grad
-    assert [(epoch, index) for epoch, index, _ in steps] == [
-        (e, i) for e in (0, 1) for i in range(6)
-    ]
-    assert [step[2] for step in steps] == seen
+    assert losses == seen
+    assert not any(value.requires_grad for value in seen)
+    expected = [(epoch, index) for epoch in (0, 1) for index in range(6)]
+    assert steps == [(*place, value) for place, value in zip(expected, seen, strict=True)]
 
 
 def test_the_batch_idx_of_an_accumulated_step_is_its_last():
@@ -130,8 +128,7 @@ def test_the_batch_idx_of_an_accumulated_step_is_its_last():
     assert seen == [3, 5]
 
 
-@pytest.mark.parametrize("precision", ["32", "16-mixed"])
-@pytest.mark.parametrize("skipped", [0, 1])
+@pytest.mark.parametrize(("precision", "skipped"), [("32", 0), ("16-mixed", 1)])
 def test_one_of_two_optimizers_steps_every_second_batch(precision, skipped):
     """Its weights change in these batches only; a skipped step drops its gradients."""
     changed = []
@@ -201,11 +198,8 @@ def test_lbfgs_computes_in_the_closure():
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
         losses.append(optimizer.step(closure=optimizer_closure))
 
-    lbfgs = partial(torch.optim.LBFGS, max_iter=3)
-    module = made(optimizer_step=optimizer_step)
-    module.make_optimizer = lbfgs
-    plain = made()
-    plain.make_optimizer = lbfgs
+    module, plain = made(optimizer_step=optimizer_step), made()
+    module.make_optimizer = plain.make_optimizer = partial(torch.optim.LBFGS, max_iter=3)
     assert equal(trained(module), trained(plain))
     assert len(losses) == 6
 
@@ -266,14 +260,9 @@ def test_clipping_of_one_optimizer():
         grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
         norms.append(float(torch.nn.utils.get_total_norm(grads)))
 
-    trained(
-        made(
-            configure_optimizers=two,
-            configure_gradient_clipping=configure_gradient_clipping,
-            on_before_optimizer_step=on_before_optimizer_step,
-        ),
-        gradient_clip_val=1e-3,
-    )
+    methods = {"configure_gradient_clipping": configure_gradient_clipping}
+    methods |= {"configure_optimizers": two, "on_before_optimizer_step": on_before_optimizer_step}
+    trained(made(**methods), gradient_clip_val=1e-3)
     assert max(norms[1::2]) <= 1.001e-3 < min(norms[::2])
 
 
@@ -283,22 +272,9 @@ def test_clip_gradients_without_a_limit_does_nothing_and_a_wrong_one_is_refused(
     wrong = made(configure_gradient_clipping=lambda self, o, v, a: self.clip_gradients(o, -1))
     with pytest.raises(TrainingError, match="give a number above 0"):
         fit(wrong)
-
-
-def test_clip_gradients_elsewhere():
-    def on_after_backward(self):
-        self.clip_gradients(self.optimizers(), 1.0)
-
+    elsewhere = made(on_after_backward=lambda self: self.clip_gradients(self.optimizers(), 1.0))
     with pytest.raises(TrainingError, match="Fix: call it in configure_gradient_clipping"):
-        fit(made(on_after_backward=on_after_backward))
-
-
-def test_backward_with_options_in_16_mixed():
-    def backward(self, loss):
-        loss.backward(retain_graph=True)
-
-    assert equal(trained(made(backward=backward), precision="16-mixed"),
-                 trained(precision="16-mixed"))  # fmt: skip
+        fit(elsewhere)
 
 
 def test_backward_in_manual_optimisation():
@@ -411,6 +387,7 @@ def test_on_ranks_every_rank_has_the_same_weights():
             {},
             "Mine.optimizer_step would never be called: automatic_optimization is False. Fix: do",
         ),
+        ({"configure_callbacks": lambda self: [3]}, {}, "callbacks=3: it is no callback"),
     ],
 )  # fmt: skip
 def test_methods_that_cannot_work(methods, options, words):
@@ -461,8 +438,3 @@ def test_configure_callbacks_on_ranks():
     one, strategy = on_threads(max_epochs=5)
     one.fit(made(EvalNet, configure_callbacks=configure_callbacks), loader(), loader())
     assert [run.epoch for run in strategy.runs] == [2, 2]
-
-
-def test_configure_callbacks_that_are_none():
-    with pytest.raises(UsageError, match="callbacks=3: it is no callback"):
-        fit(made(configure_callbacks=lambda self: [3]))

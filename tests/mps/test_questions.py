@@ -38,34 +38,20 @@ def test_the_check_starts_no_thread_and_no_device():
     assert done.returncode == 0, done.stderr
 
 
-def test_mps_is_usable_if_torch_finds_the_device(metal):
-    assert MPSAccelerator.unavailable() is None
-    assert MPSAccelerator.device_count() == 1
-
-
 @pytest.mark.parametrize(
-    ("answers", "words", "absent"),
+    ("built", "macos", "words", "absent"),
     [
-        (
-            {"built": False, "available": False, "macos": ""},
-            ["built without MPS"],
-            ["macOS 1", "Metal"],
-        ),
-        (
-            {"available": False, "macos": "13.7.4"},
-            ["macOS 13.7.4 is too old", "macOS 14"],
-            ["Metal"],
-        ),
-        ({"available": False, "macos": "9"}, ["macOS 9 is too old"], ["Metal"]),
-        ({"available": False, "macos": "14.0"}, ["no Metal device", "macOS 14.0"], ["too old"]),
-        ({"available": False, "macos": "26.3.1"}, ["no Metal device", "macOS 26.3.1"], ["too old"]),
-        # An old Python reads 10.16 on any newer macOS.
-        ({"available": False, "macos": "10.16"}, ["no Metal device"], ["too old"]),
-        ({"available": False, "macos": ""}, ["no Metal device", "unknown"], ["too old"]),
+        (False, "", ["built without MPS"], ["macOS 1", "Metal"]),
+        (True, "13.7.4", ["macOS 13.7.4 is too old", "macOS 14"], ["Metal"]),
+        (True, "9", ["macOS 9 is too old"], ["Metal"]),
+        (True, "14.0", ["no Metal device", "macOS 14.0"], ["too old"]),
+        (True, "26.3.1", ["no Metal device", "macOS 26.3.1"], ["too old"]),
+        (True, "10.16", ["no Metal device"], ["too old"]),  # an old Python on any newer macOS
+        (True, "", ["no Metal device", "unknown"], ["too old"]),
     ],
 )
-def test_reasons(metal, answers, words, absent):
-    metal.answers(**answers)
+def test_reasons(metal, built, macos, words, absent):
+    metal.answers(built=built, available=False, macos=macos)
     reason = MPSAccelerator.unavailable()
     assert all(word in reason for word in words)
     assert not any(word in reason for word in absent)
@@ -73,38 +59,27 @@ def test_reasons(metal, answers, words, absent):
     with pytest.raises(UsageError) as caught:
         gt.Trainer(accelerator="mps")
     assert f"geartrain-mps[mps] cannot be used here: {reason}" in str(caught.value)
+    found = MPSAccelerator.diagnose()
+    (problem,) = found["problems"]
+    assert ". Fix: " in problem
+    assert reason in problem
+    assert found["devices"] == []
 
 
 @pytest.mark.parametrize("accelerator", ["auto", "gpu", "mps"])
 def test_chosen_by_name_and_by_priority(metal, accelerator):
     plan = gt.Trainer(accelerator=accelerator, block=["cuda"] if _installed("cuda") else []).plan
-    assert (plan.accelerator.label, plan.devices, plan.strategy.name) == (
-        "geartrain-mps[mps]",
-        (0,),
-        "single",
-    )
+    assert (plan.accelerator.label, plan.strategy.name) == ("geartrain-mps[mps]", "single")
+    assert plan.devices == (0,)
     assert 0 < MPSAccelerator.priority < 30  # between cpu's and cuda's
+    with pytest.raises(UsageError, match=r"only \[0\] are visible on mps"):
+        gt.Trainer(accelerator="mps", devices=2)
 
 
 def _installed(name):
     from geartrain.planning.registry import Registry
 
     return any(candidate.name == name for candidate in Registry().of("accelerator"))
-
-
-@pytest.mark.parametrize("devices", [2, "2", [1], "0,1"])
-def test_there_is_one_device(metal, devices):
-    with pytest.raises(UsageError, match=r"only \[0\] are visible on mps"):
-        gt.Trainer(accelerator="mps", devices=devices)
-    for same in (1, -1, "auto", [0], "0,"):
-        assert gt.Trainer(accelerator="mps", devices=same).plan.devices == (0,)
-
-
-def test_has_geartrain_s_version_and_its_lazy_name():
-    from geartrain.accelerators import MPSAccelerator as lazy
-
-    assert lazy is MPSAccelerator
-    assert geartrain_mps.__version__ == gt.__version__
 
 
 # --- the doctor -----------------------------------------------------------------------------------
@@ -114,34 +89,15 @@ def test_diagnosis_of_a_usable_device(metal, monkeypatch):
     monkeypatch.setenv("PYTORCH_ENABLE_MPS_FALLBACK", "1")
     monkeypatch.setenv("PYTORCH_MPS_HIGH_WATERMARK_RATIO", "0.5")
     found = MPSAccelerator.diagnose()
-    assert found == {
-        "facts": {
-            "torch built with MPS": True,
-            "macOS": "15.1",
-            "PYTORCH_ENABLE_MPS_FALLBACK": "1",
-            "PYTORCH_MPS_HIGH_WATERMARK_RATIO": "0.5",
-        },
-        "devices": [
-            {
-                "index": 0,
-                "name": "Apple M4",
-                "cores": 10,
-                "memory_used_mib": 300,
-                "memory_total_mib": 10922,
-            }
-        ],
-        "problems": [],
+    assert found["problems"] == []
+    assert found["facts"] == {
+        "torch built with MPS": True,
+        "macOS": "15.1",
+        "PYTORCH_ENABLE_MPS_FALLBACK": "1",
+        "PYTORCH_MPS_HIGH_WATERMARK_RATIO": "0.5",
     }
-
-
-def test_diagnosis_of_an_unusable_device_has_a_fix(metal):
-    for answers in ({"macos": "13.1"}, {"macos": "15.0"}, {"built": False}):
-        metal.answers(**{"available": False, **answers})
-        found = MPSAccelerator.diagnose()
-        (problem,) = found["problems"]
-        assert ". Fix: " in problem
-        assert MPSAccelerator.unavailable() in problem
-        assert found["devices"] == []
+    memory = {"memory_used_mib": 300, "memory_total_mib": 10922}
+    assert found["devices"] == [{"index": 0, "name": "Apple M4", "cores": 10, **memory}]
 
 
 def _fails(*_):
@@ -151,10 +107,13 @@ def _fails(*_):
 def test_diagnosis_never_raises(metal, monkeypatch):
     monkeypatch.setattr(torch.mps, "recommended_max_memory", _fails)
     monkeypatch.delattr(torch.backends.mps, "get_core_count")  # older versions of torch lack it
-    assert MPSAccelerator.diagnose()["devices"] == [
-        {"index": 0, "name": "Apple M4", "memory_used_mib": 300}
-    ]
+    (device,) = MPSAccelerator.diagnose()["devices"]
+    assert device == {"index": 0, "name": "Apple M4", "memory_used_mib": 300}
     monkeypatch.setattr(torch.backends.mps, "is_available", _fails)
     found = MPSAccelerator.diagnose()
     assert "Metal is upset" in found["problems"][0]
     assert found["devices"] == []
+
+
+def test_version_is_geartrains():
+    assert geartrain_mps.__version__ == gt.__version__

@@ -1,9 +1,8 @@
 """A small training for the tests of wandb, and a logger that records its calls."""
 
-import subprocess
-import sys
 from pathlib import Path
 
+import small_models
 import torch
 from several_ranks import command
 from torch import nn
@@ -12,8 +11,6 @@ from torch.utils.data import DataLoader
 import geartrain as gt
 from geartrain import hookimpl
 from geartrain_wandb import WandB
-
-COMMAND = "import sys; from geartrain.commands import main; sys.exit(main())"
 
 
 class Net(gt.Module):
@@ -49,9 +46,8 @@ class Late:
 
     @hookimpl
     def on_epoch_end(self, run):
-        run.hooks.log_metrics(
-            run=run, metrics={"late": 7.5, "nan": float("nan")}, step=run.step - 3
-        )
+        metrics = {"late": 7.5, "nan": float("nan")}
+        run.hooks.log_metrics(run=run, metrics=metrics, step=run.step - 3)
 
 
 class Handed:
@@ -67,24 +63,12 @@ class Handed:
 
 def trainer(*plugins, **options):
     """Return a trainer: two epochs on the CPU, every step logged, no progress bar."""
-    given = {
-        "accelerator": "cpu",
-        "max_epochs": 2,
-        "log_every_n_steps": 1,
-        "enable_progress_bar": False,
-        "num_sanity_val_steps": 0,
-    }
-    return gt.Trainer(plugins=plugins, **given | options)
+    given = {"max_epochs": 2, "log_every_n_steps": 1, **options}
+    return small_models.trainer(plugins=plugins, **given)
 
 
 def offline(**options):
     return WandB(**{"project": "tests", "mode": "offline"} | options)
-
-
-def python(*arguments, seconds=60, terminal=subprocess.DEVNULL):
-    """Run Python in the working folder; return the finished process and its output."""
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, stdin=terminal, timeout=seconds)
 
 
 def geartrain(*arguments):

@@ -1,39 +1,19 @@
 """Functions for the programs that tests run; the tests themselves import wandb."""
 
-import os
 import sys
-import urllib.request
 
 import psutil
 import torch
 
 from geartrain import hookimpl
-from geartrain_wandb import WandB
 
 from .cases import Net, loader, offline, trainer
 
 
-class Away:
-    """A plugin that ends wandb's server after the first epoch."""
-
-    @hookimpl
-    def on_epoch_end(self, run):
-        if run.epoch == 0:
-            urllib.request.urlopen(os.environ["WANDB_BASE_URL"] + "/go-away").close()
-
-
-def train_online(what):
-    plugins = [Away()] if what == "goes" else []
-    trainer(WandB(project="p"), *plugins).fit(
-        Net(fails=ValueError() if what == "fails" else None), loader()
-    )
-
-
 def services():
     """Return the number of wandb's processes below this process."""
-    return sum(
-        process.name().startswith("wandb") for process in psutil.Process().children(recursive=True)
-    )
+    children = psutil.Process().children(recursive=True)
+    return sum(child.name().startswith("wandb") for child in children)
 
 
 class Count:

@@ -6,6 +6,7 @@ import pickle
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -15,10 +16,11 @@ import wandb
 import geartrain as gt
 from geartrain import hookimpl
 from geartrain.callbacks import ModelCheckpoint
-from geartrain_wandb import WandB
+from geartrain.testing import ThreadRanks
+from geartrain_wandb import WandB, session
 
 from .cases import Handed, Late, Net, loader, offline, trainer
-from .conftest import services
+from .conftest import separate_wandb, services
 from .record import recorded
 
 
@@ -30,25 +32,73 @@ def plain(rows):
     ]
 
 
+class Many:
+    """A plugin that logs more than a block of the file holds."""
+
+    @hookimpl
+    def on_run_end(self, run):
+        figures = {f"figure {i}": i / 7 for i in range(3000)}
+        run.hooks.log_metrics(run=run, metrics=figures, step=run.step)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run with every option, its record, and the values that other loggers got."""
+    folder, handed = tmp_path_factory.mktemp("trained"), Handed()
+    given = {"name": "n", "entity": "e", "group": "g", "tags": ["a", "b"], "notes": "long"}
+    with separate_wandb(folder):
+        one = trainer(offline(**given), Late(), Many(), handed, output="out")
+        one.fit(Net(lr=0.25), loader(), loader())
+        (record,) = recorded(folder)
+        return SimpleNamespace(record=record, handed=handed.rows, trainer=one)
+
+
 # --- metrics --------------------------------------------------------------------------------------
 
 
-def test_every_metric_is_kept_with_its_step(tmp_path):
-    handed = Handed()
-    trainer(offline(), Late(), handed).fit(Net(), loader(), loader())
-    (run,) = recorded(tmp_path)
-    assert plain(run.rows) == plain(handed.rows)
-    assert [row["trainer/global_step"] for row in run.rows if "loss_step" in row] == list(
-        range(1, 9)
-    )
-    assert [(row["trainer/global_step"], row["late"]) for row in run.rows if "late" in row] == [
-        (1, 7.5),
-        (5, 7.5),
-    ]
-    assert [(row["trainer/global_step"], row["epoch"]) for row in run.rows if "val" in row] == [
-        (4, 0),
-        (8, 1),
-    ]
+def test_every_metric_is_kept_with_its_step(trained):
+    rows = trained.record.rows
+    assert plain(rows) == plain(trained.handed)
+    assert [row["trainer/global_step"] for row in rows if "loss_step" in row] == list(range(1, 9))
+    late = [(row["trainer/global_step"], row["late"]) for row in rows if "late" in row]
+    assert late == [(1, 7.5), (5, 7.5)]
+    validated = [(row["trainer/global_step"], row["epoch"]) for row in rows if "val" in row]
+    assert validated == [(4, 0), (8, 1)]
+    (row,) = [row for row in rows if "figure 0" in row]
+    assert [row[f"figure {i}"] for i in range(3000)] == [i / 7 for i in range(3000)]
+
+
+def test_the_axis_of_the_charts_is_the_optimizer_step(trained):
+    metrics = trained.record.of("metric")
+    axes = {metric.glob_name or metric.name: metric.step_metric for metric in metrics}
+    assert axes == {"trainer/global_step": "", "*": "trainer/global_step"}
+
+
+def test_the_summary_has_the_last_values_and_the_status(trained):
+    run, logged = trained.record, trained.trainer.logged_metrics
+    assert run.summary["geartrain/status"] == "done"
+    assert run.exit_code == 0
+    assert {name: run.summary[name] for name in logged} == logged
+    assert len(logged) == 3
+
+
+def test_the_configuration_holds_hyperparameters_and_the_plan(trained):
+    config = trained.record.config
+    assert config["lr"] == 0.25
+    assert config["geartrain"]["command"] == "fit"
+    assert config["geartrain"]["options"]["max_epochs"] == 2
+    plan = trained.trainer.plan.as_dict().keys() - {"hyperparameters"}
+    assert config["geartrain"].keys() == plan | {"command"}
+
+
+def test_options_reach_wandb(trained):
+    found = trained.record.run
+    assert (found.project, found.display_name, found.entity) == ("tests", "n", "e")
+    assert (found.run_group, list(found.tags), found.notes) == ("g", ["a", "b"], "long")
+
+
+def test_checkpoints_are_not_uploaded_by_default(trained):
+    assert not trained.record.of("artifact")
 
 
 def test_images_histograms_texts_and_tables(tmp_path):
@@ -79,90 +129,42 @@ def test_images_histograms_texts_and_tables(tmp_path):
     assert any(row.get("own") == 1.5 for row in run.rows)
 
 
-def test_the_axis_of_the_charts_is_the_optimizer_step(tmp_path):
-    trainer(offline()).fit(Net(), loader())
-    (run,) = recorded(tmp_path)
-    assert {metric.glob_name or metric.name: metric.step_metric for metric in run.of("metric")} == {
-        "trainer/global_step": "",
-        "*": "trainer/global_step",
-    }
+def test_each_command_is_a_separate_run(tmp_path):
+    one, module = trainer(offline(), max_epochs=1), Net()
+    for _ in range(2):
+        one.fit(module, loader())
+    one.test(module, loader())
+    first, second, tested = recorded(tmp_path)
+    assert [run.run.job_type for run in (first, second, tested)] == ["fit", "fit", "test"]
+    for run in (first, second):
+        assert len([row for row in run.rows if "loss_step" in row]) == 4
+    assert tested.rows == [{"trainer/global_step": 4, "epoch": 1, "tested": 1}]
 
 
-def test_a_record_longer_than_a_block_of_the_file_comes_back(tmp_path):
-    class Many:
-        @hookimpl
-        def on_epoch_end(self, run):
-            run.hooks.log_metrics(
-                run=run, metrics={f"figure {i}": i / 7 for i in range(3000)}, step=run.step
-            )
-
-    trainer(offline(), Many(), max_epochs=1).fit(Net(), loader())
-    (run,) = recorded(tmp_path)
-    (row,) = [row for row in run.rows if "figure 0" in row]
-    assert [row[f"figure {i}"] for i in range(3000)] == [i / 7 for i in range(3000)]
-
-
-def test_the_summary_has_the_last_values_and_the_status(tmp_path):
-    one = trainer(offline())
+def test_only_the_first_of_two_ranks_has_a_run(tmp_path):
+    options = {"wandb": {"mode": "offline", "project": "by name"}}
+    one = trainer("wandb", strategy=ThreadRanks(2), plugin_options=options)
     one.fit(Net(), loader(), loader())
     (run,) = recorded(tmp_path)
-    assert run.summary["geartrain/status"] == "done"
-    assert run.exit_code == 0
-    assert {name: run.summary[name] for name in one.logged_metrics} == one.logged_metrics
-    assert len(one.logged_metrics) == 3
+    assert [row["trainer/global_step"] for row in run.rows if "loss_step" in row] == [1, 2, 3, 4]
+    assert (run.config["geartrain"]["processes"], run.run.project) == (2, "by name")
 
 
-def test_an_evaluation_is_a_separate_run(tmp_path):
-    one = trainer(offline())
-    one.fit(Net(), loader())
-    one.test(Net(), loader())
-    fitted, tested = recorded(tmp_path)
-    assert (fitted.run.job_type, tested.run.job_type) == ("fit", "test")
-    assert tested.rows == [{"trainer/global_step": 8, "epoch": 2, "tested": 1}]
+def test_a_wandb_that_only_the_plugin_uses_has_no_process_left(monkeypatch):
+    monkeypatch.setattr(session, "_alone", True)
+    during = []
 
+    class Counts:
+        @hookimpl
+        def on_epoch_end(self):
+            during.append(len(services()))
 
-# --- other records --------------------------------------------------------------------------------
-
-
-def test_the_configuration_holds_hyperparameters_and_the_plan(tmp_path):
-    one = trainer(offline())
-    one.fit(Net(lr=0.25), loader())
-    (run,) = recorded(tmp_path)
-    assert run.config["lr"] == 0.25
-    assert run.config["geartrain"]["command"] == "fit"
-    assert run.config["geartrain"]["options"]["max_epochs"] == 2
-    assert run.config["geartrain"].keys() == (one.plan.as_dict().keys() | {"command"}) - {
-        "hyperparameters"
-    }
-
-
-def test_options_reach_wandb(tmp_path):
-    given = {
-        "project": "p",
-        "name": "n",
-        "entity": "e",
-        "group": "g",
-        "tags": ["a", "b"],
-        "notes": "long",
-    }
-    trainer(offline(**given)).fit(Net(), loader())
-    (run,) = recorded(tmp_path)
-    found = run.run
-    assert (
-        found.project,
-        found.display_name,
-        found.entity,
-        found.run_group,
-        list(found.tags),
-        found.notes,
-    ) == (
-        "p",
-        "n",
-        "e",
-        "g",
-        ["a", "b"],
-        "long",
-    )
+    one = trainer(offline(), Counts(), max_epochs=1)
+    for _ in range(2):
+        one.fit(Net(), loader())
+        assert not services()
+    assert len(during) == 2
+    assert min(during) >= 1
 
 
 def test_system_metrics_are_recorded_automatically(tmp_path):
@@ -192,8 +194,7 @@ def test_system_metrics_are_recorded_automatically(tmp_path):
         ({}, None, None, "wandb"),
         ({}, None, "out", "out/wandb"),
         ({}, "env", "out", "env/wandb"),
-        ({"folder": "mine/deep"}, "env", "out", "mine/deep/wandb"),
-        ({"folder": Path("mine")}, None, None, "mine/wandb"),
+        ({"folder": Path("mine/deep")}, "env", "out", "mine/deep/wandb"),
     ],
 )
 def test_the_folder(tmp_path, monkeypatch, options, variable, output, where):
@@ -208,15 +209,11 @@ def test_the_folder(tmp_path, monkeypatch, options, variable, output, where):
 def test_options_override_environment_variables(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_PROJECT", "from the environment")
-    trainer(WandB()).fit(Net(), loader())
-    trainer(WandB(project="given")).fit(Net(), loader())
+    trainer(WandB(), max_epochs=1).fit(Net(), loader())
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    trainer(WandB(mode="offline", project="third")).fit(Net(), loader())
-    assert [run.run.project for run in recorded(tmp_path)] == [
-        "from the environment",
-        "given",
-        "third",
-    ]
+    trainer(WandB(mode="offline", project="given"), max_epochs=1).fit(Net(), loader())
+    projects = [run.run.project for run in recorded(tmp_path)]
+    assert projects == ["from the environment", "given"]
 
 
 @pytest.mark.parametrize("how", ["variable", "option", "fast_dev_run"])
@@ -243,17 +240,13 @@ def test_each_checkpoint_is_an_artifact(tmp_path):
     (run,) = recorded(tmp_path)
     first, last = run.of("artifact")
     for artifact, step in ((first, 4), (last, 8)):
-        assert (artifact.type, list(artifact.aliases), artifact.name) == (
-            "model",
-            ["latest"],
-            f"model-{run.id}",
-        )
+        assert (artifact.type, list(artifact.aliases)) == ("model", ["latest"])
+        assert artifact.name == f"model-{run.id}"
         assert json.loads(artifact.metadata)["step"] == step
         (file,) = artifact.manifest.contents
         assert file.path == "last.ckpt"
-        assert (
-            torch.load(file.local_path)["step"] == step
-        )  # the first is a copy, so the second has not overwritten it
+        # The first is a copy, so the second has not overwritten it.
+        assert torch.load(file.local_path)["step"] == step
 
 
 def test_the_best_are_artifacts_that_outlive_their_files(tmp_path):
@@ -270,12 +263,6 @@ def test_the_best_are_artifacts_that_outlive_their_files(tmp_path):
     assert [path.name for path in (tmp_path / "best").iterdir()] == ["step=8.ckpt"]
 
 
-def test_checkpoints_are_not_uploaded_by_default(tmp_path):
-    trainer(offline(), output="out").fit(Net(), loader())
-    (run,) = recorded(tmp_path)
-    assert not run.of("artifact")
-
-
 def test_missing_checkpoints_give_a_warning():
     with pytest.warns(UserWarning, match=r"checkpoints=True.*--output"):
         trainer(offline(checkpoints=True)).fit(Net(), loader())
@@ -289,7 +276,6 @@ def test_missing_checkpoints_give_a_warning():
     [
         (ValueError("too bad"), "failed", 1),
         (KeyboardInterrupt(), "interrupted", 255),
-        (SystemExit(3), "failed", 1),
     ],
 )
 def test_a_run_that_ends_early_is_marked(tmp_path, error, status, code):
@@ -303,21 +289,10 @@ def test_a_run_that_ends_early_is_marked(tmp_path, error, status, code):
     assert wandb.run is None
 
 
-def test_a_second_fit_is_a_second_run(tmp_path):
-    one = trainer(offline())
-    module = Net()
-    for _ in range(2):
-        one.fit(module, loader())
-    runs = recorded(tmp_path)
-    assert len({run.id for run in runs}) == 2
-    assert [len([row for row in run.rows if "loss_step" in row]) for run in runs] == [8, 8]
-
-
 def test_the_scripts_own_run_is_used_and_stays_open(tmp_path):
     mine = wandb.init(mode="offline", project="script", name="mine", config={"own": 1, "lr": 3})
-    with pytest.warns(
-        UserWarning, match="own run mine is used, and stays open; not used: mode, project"
-    ):
+    message = "own run mine is used, and stays open; not used: mode, project"
+    with pytest.warns(UserWarning, match=message):
         trainer(offline()).fit(Net(), loader())
     assert wandb.run is mine
     mine.log({"after": 1})
@@ -345,7 +320,6 @@ def test_a_dead_service_stops_nothing_and_the_next_run_has_its_own(tmp_path):
         warnings.simplefilter("always")
         one.fit(module, loader())
     assert one.global_step == 8
-    assert [str(w.message)[:60] for w in said if "geartrain-wandb[wandb]" in str(w.message)] != []
     assert len([w for w in said if "geartrain-wandb[wandb]" in str(w.message)]) == 1
     trainer(offline(folder="second")).fit(module, loader())
     (run,) = recorded(tmp_path / "second")
