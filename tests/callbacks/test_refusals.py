@@ -25,6 +25,7 @@ from geartrain.callbacks import (
     Timer,
 )
 
+SWA = StochasticWeightAveraging
 DURATION = r"duration=.*Fix: 'DD:HH:MM:SS'"
 PER_STEPS = {"every_n_train_steps": 2}
 
@@ -81,13 +82,13 @@ PER_STEPS = {"every_n_train_steps": 2}
         (Norms, {"every": True}, "every"),
         (PredictionWriter, {"output_dir": "s3://bucket/x"}, "is a URL"),
         (PredictionWriter, {"output_dir": "x", "write_interval": "step"}, "'step'. Fix: 'batch'"),
-        (StochasticWeightAveraging, {"swa_lrs": 0.0}, "swa: swa_lrs="),
-        (StochasticWeightAveraging, {"swa_lrs": []}, "swa_lrs="),
-        (StochasticWeightAveraging, {"swa_lrs": "1"}, "swa_lrs="),
-        (StochasticWeightAveraging, {"swa_lrs": 0.1, "swa_epoch_start": 0}, "swa_epoch_start="),
-        (StochasticWeightAveraging, {"swa_lrs": 0.1, "swa_epoch_start": 1.5}, "swa_epoch_start="),
-        (StochasticWeightAveraging, {"swa_lrs": 0.1, "annealing_epochs": -1}, "annealing_epochs="),
-        (StochasticWeightAveraging, {"swa_lrs": 1.0, "annealing_strategy": "x"}, "strategy='x'"),
+        (SWA, {"swa_lrs": 0.0}, "swa: swa_lrs="),
+        (SWA, {"swa_lrs": []}, "swa_lrs="),
+        (SWA, {"swa_lrs": "1"}, "swa_lrs="),
+        (SWA, {"swa_lrs": 0.1, "swa_epoch_start": 0}, "swa_epoch_start="),
+        (SWA, {"swa_lrs": 0.1, "swa_epoch_start": 1.5}, "swa_epoch_start="),
+        (SWA, {"swa_lrs": 0.1, "annealing_epochs": -1}, "annealing_epochs="),
+        (SWA, {"swa_lrs": 1.0, "annealing_strategy": "x"}, "strategy='x'"),
         (Throughput, {"tokens": 0}, "tokens"),
         (Throughput, {"tokens": "many"}, "tokens"),
         (Throughput, {"tokens": True}, "tokens"),
@@ -108,7 +109,7 @@ class Manual(Net):
     automatic_optimization = False
 
 
-SWA = StochasticWeightAveraging
+ACCUMULATION = GradientAccumulationScheduler({0: 2})
 
 
 @pytest.mark.parametrize(
@@ -116,27 +117,17 @@ SWA = StochasticWeightAveraging
     [
         (BackboneFinetuning(1), Net, {}, r"Net has no module 'backbone'\. Fix: self.backbone"),
         (EarlyStopping("x", check_on_train_epoch_end=False), Net, {}, "the run has none"),
+        (ACCUMULATION, Net, {"accumulate_grad_batches": 3}, r"it is 3 too\. Fix: give one"),
+        (ACCUMULATION, Manual, {}, "would do nothing: the module optimizes manually"),
         (
-            GradientAccumulationScheduler({0: 2}),
-            Net,
-            {"accumulate_grad_batches": 3},
-            r"it is 3 too\. Fix: give one",
-        ),
-        (GradientAccumulationScheduler({0: 2}), Manual, {}, "do nothing: the module optimizes man"),
-        (
-            ModelCheckpoint(dirpath="folder", save_on_train_epoch_end=False),
+            ModelCheckpoint(dirpath="x", save_on_train_epoch_end=False),
             Net,
             {},
-            r"geartrain-callbacks\[model_checkpoint\].*save_on_train_epoch_end",
+            "on_train_epoch_end",
         ),
         (ModelCheckpoint(), Net, {}, r"no place to write.*dirpath.*--output"),
         (ModelCheckpoint(dirpath=__file__), Net, {}, "is not a folder"),
-        (
-            NaNGuard(check="gradients"),
-            Net,
-            {"precision": "16-mixed"},
-            "the scaler skips those steps",
-        ),
+        (NaNGuard(check="gradients"), Net, {"precision": "16-mixed"}, "scaler skips those steps"),
         (NaNGuard("skip"), lambda: Net(torch.optim.LBFGS), {}, "needs a closure"),
         (SWA(0.1), Net, {"max_epochs": -1, "max_steps": 3}, "of max_epochs, which has no end"),
         (SWA(0.1), Manual, {}, "the module optimizes manually"),

@@ -3,14 +3,13 @@
 import contextlib
 import functools
 import inspect
-import subprocess
-import sys
 import types
 import warnings
 
 import pynvml
 import pytest
 import torch
+from several_ranks import results
 from small_models import EvalNet, Net, assert_equal, fit, loader
 
 import geartrain as gt
@@ -152,23 +151,23 @@ def test_precisions_of_both_generations_are_restored(globals_, set_before, asked
         assert reached() == reaches
 
 
+def precisions_in_a_new_process(applied):
+    if applied:
+        settings = Settings(cudnn_allow_tf32=True, matmul_precision="highest")
+        settings.apply()
+        settings.put_back()
+    torch.backends.fp32_precision = "ieee"
+    return [node(path).fp32_precision for path in ("cudnn.conv", "cuda.matmul")]
+
+
 @needs_tree
-def test_a_setting_that_is_already_set_is_not_written(globals_):
+def test_a_setting_that_is_already_set_is_not_written(tmp_path):
     """cuDNN's default TF32, which nodes above override, cannot be written again."""
-    code = """
-import torch
-from geartrain_cuda.settings import Settings
-settings = Settings(cudnn_allow_tf32=True, matmul_precision="highest")
-settings.apply(), settings.put_back()
-torch.backends.fp32_precision = "ieee"
-print(torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision)
-"""
-    done = [
-        subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=100)
-        for text in (code, code.replace("settings.apply(), settings.put_back()", ""))
+    both = [
+        results(tmp_path, precisions_in_a_new_process, applied, ranks=1, place="alone")
+        for applied in (True, False)
     ]
-    assert done[0].returncode == 0, done[0].stderr
-    assert done[0].stdout == done[1].stdout
+    assert both[0] == both[1]
 
 
 @needs_tree
