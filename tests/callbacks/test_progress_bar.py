@@ -67,9 +67,17 @@ def logs(self, batch, batch_idx):
 
 
 def test_a_bar_on_a_terminal(terminal, clock, capsys):
+    def prints(self, batch, batch_idx):
+        if (self.current_epoch, batch_idx) == (0, 2):
+            print("printed by the user")
+        logs(self, batch, batch_idx)
+
     streams = sys.stdout, sys.stderr
-    fit(Logging(logs), max_epochs=2, enable_progress_bar=True, log_every_n_steps=1)
+    fit(Logging(prints), max_epochs=2, enable_progress_bar=True, log_every_n_steps=1)
     drawn = capsys.readouterr().err
+    (line,) = [line for line in re.split("[\r\n]+", text(drawn)) if "printed by" in line]
+    assert "epoch" not in line
+    assert drawn.index(line) < drawn.rindex("epoch 1/2")
     assert "epoch 1/2" in text(drawn)
     assert "epoch 2/2" in text(drawn)
     assert "6/6" in text(drawn)
@@ -453,6 +461,7 @@ def in_a_terminal(tmp_path, *arguments, stdout=None):
     return drawn.decode(), same, process.returncode
 
 
+@pytest.mark.end_to_end  # test_a_bar_on_a_terminal asserts the same on a simulated terminal
 @pytest.mark.timeout(120)
 def test_printed_text_appears_above_the_bar(tmp_path):
     drawn, same, code = in_a_terminal(tmp_path)

@@ -82,6 +82,7 @@ def test_one_node_has_no_prefix_and_needs_no_store():
     assert node(None, 0, count=1).exchange({"a": 1.0}) == {"a": 1.0}
 
 
+@pytest.mark.end_to_end  # test_values_of_another_node_are_in_rank_0s_log needs no processes
 def test_two_nodes_are_in_rank_0s_log(tmp_path):
     first, second = succeeded(tmp_path, train_on_a_node, place="node")
     (samples, rank), (others, other) = first.result, second.result
@@ -95,20 +96,30 @@ def test_two_nodes_are_in_rank_0s_log(tmp_path):
 
 
 class Elsewhere(Pretend):
-    """A strategy of another launcher, without a store; this process is alone on its node."""
+    """A strategy of another launcher; this process is alone on its node."""
 
     planned = gt.Layout(None, 1)
 
-    def __init__(self, rank):
-        self.rank = rank
+    def __init__(self, rank, store=None):
+        self.rank, self.store = rank, store
 
     @hookimpl
-    def setup_process_group(self):
+    def setup_process_group(self, run):
+        run.store = self.store
         return gt.World(self.rank, 1, 0, 1, self.rank)
 
     @hookimpl
     def log_sync(self, values):
         return values[None]
+
+
+def test_values_of_another_node_are_in_rank_0s_log(server):
+    node(server, 1, 2).exchange({"power_watt": 7.0})
+    logger, strategy = Logger(), Elsewhere(0, server)
+    trainer(logger, FakeGpu(), strategy=strategy, num_nodes=2).fit(Net(), [torch.ones(2)])
+    figures = logger.samples[0][2]
+    assert figures["node1_power_watt"] == 7.0
+    assert all(name.startswith(("node0_", "node1_")) for name in figures)
 
 
 def test_without_a_store_only_node_0_is_logged_with_a_warning():
