@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from torch.utils.data import DataLoader
 
 import geartrain as gt
@@ -80,7 +80,7 @@ def test_a_copy_runs_in_parallel_to_a_step(gpu):
     assert side.clock.get(gpu.compute, 0) < gpu.compute.clock[gpu.compute]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_any_use_of_batches_is_free_of_races(data):
     """Steps keep batches for some time, read them again, validate in between, and end early."""

@@ -104,14 +104,17 @@ def test_teardown_without_a_device_does_nothing(metal):
     assert metal.emptied == 0
 
 
-@pytest.mark.parametrize("words", ["the user's text, with the word MPS", "wrong key"])
-def test_type_errors_of_the_user_s_code_are_not_changed(metal, trainer, words):
+@pytest.mark.parametrize(
+    ("words", "dtype"),
+    [("the user's text, with the word MPS", torch.float32), ("wrong key", torch.float64)],
+)
+def test_type_errors_of_the_user_s_code_are_not_changed(metal, trainer, words, dtype):
     class Wrong(Line):
         def transfer_batch_to_device(self, batch, device, dataloader_idx):
             raise TypeError(words)
 
     with pytest.raises(TypeError, match=f"^{words}$"):
-        trainer().fit(Wrong(), [[torch.ones(2, 1, dtype=torch.float64)] * 2])
+        trainer().fit(Wrong(), [[torch.ones(2, 1, dtype=dtype)] * 2])
     assert metal.emptied == 1
 
 
