@@ -1,14 +1,18 @@
 """Means of known gradients on four ranks of two nodes: in 8 and 16 bits, in full, hierarchical."""
 
+import gc
 from contextlib import ExitStack
 
 import pytest
 import torch
+from several_ranks import program
+from torch import nn
 
+import geartrain as gt
 from geartrain_bagua.minmax_uint8 import decode_plain, encode_plain
-from geartrain_testing.launching import free_port, launched
+from geartrain_testing.launching import free_port
 
-from .ranks import PREAMBLE
+from .cases import bagua
 
 #: Case -> the strategy's options. In two buckets, 33 and 68 elements are padded to 36 and 68; in
 #: one bucket, the 101 elements are padded to 104.
@@ -26,12 +30,10 @@ CASES = {
     "half of bf16": {"algorithm": "half"},
     "half of bf16, two buckets": {"algorithm": "half", "bucket_bytes": 4},
 }
-PROGRAM = (
-    PREAMBLE
-    + f"CASES = {CASES!r}\n"
-    + """
+
+
 class Known(gt.Module):
-    '''Its gradients are known numbers, different on each rank.'''
+    """Its gradients are known numbers, different on each rank."""
 
     def __init__(self):
         super().__init__()
@@ -46,36 +48,31 @@ class Known(gt.Module):
         return torch.optim.SGD(self.parameters(), 1.0)
 
 
-import gc
-import torch._dynamo  # optimizers import it
-
-gc.freeze()  # each run collects garbage at its end
-found = {}
-for name, options in CASES.items():
-    module = Known()
-    trainer = bagua(2, strategy=options, num_nodes=2)
-    trainer.fit(module, [0])
-    found[name] = -torch.cat([module.b.detach(), module.a.detach().flatten()])
-keep(trainer, **found)
-"""
-)
+def train_each_case():
+    """Return what one step of each case has subtracted from the weights, in a bucket's order."""
+    gc.freeze()  # each run collects garbage at its end
+    found = {}
+    for name, options in CASES.items():
+        module = Known()
+        bagua(2, strategy=options, num_nodes=2).fit(module, [0])
+        found[name] = -torch.cat([module.b.detach(), module.a.detach().flatten()])
+    return found
 
 
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("nodes")
-    (folder / "train.py").write_text(PROGRAM)
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with ExitStack() as stack:
         nodes = [
             stack.enter_context(
-                launched("train.py", folder=folder, name=f"node-{i}", NODE_RANK=str(i), **address)
+                program(folder, train_each_case, name=f"node-{i}", NODE_RANK=str(i), **address)
             )
             for i in range(2)
         ]
         for node in nodes:
             node.succeed(110)
-    return [torch.load(folder / f"kept-{rank}.pt", weights_only=True) for rank in range(4)]
+    return [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in range(4)]
 
 
 def gradients():

@@ -8,9 +8,7 @@ from faults import PROMPT, ends_after_fault, marks
 
 from geartrain_testing.launching import launched
 
-HERE = Path(__file__).parent
-
-
+PROGRAM = str(Path(__file__).parents[1] / "ddp" / "fault.py")
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/environ").exists(), reason="finds processes through /proc"
 )
@@ -55,8 +53,8 @@ TABLE = [
 
 def start(folder: Path, algorithm: str, kind: str, rank: int, where: str, **environment: str):
     options, optimizer = ALGORITHMS[algorithm]
-    environment = {"OPTIONS": json.dumps(options), "OPTIMIZER": optimizer, **environment}
-    return launched(str(HERE / "fault.py"), kind, str(rank), where, folder=folder, **environment)
+    environment |= {"STRATEGY": "bagua", "OPTIONS": json.dumps(options), "OPTIMIZER": optimizer}
+    return launched(PROGRAM, kind, str(rank), where, folder=folder, **environment)
 
 
 @pytest.mark.parametrize(("algorithm", "rank", "kind", "where"), TABLE)

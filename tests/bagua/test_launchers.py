@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from geartrain_testing.launching import free_port, launched, until
+from geartrain_testing.launching import free_port, launched
 
 from .test_upstream import NORMS_OF_SHARDS, norm
 
@@ -13,22 +13,6 @@ from .test_upstream import NORMS_OF_SHARDS, norm
 pytestmark = pytest.mark.end_to_end
 
 PROGRAM = str(Path(__file__).with_name("upstream_program.py"))
-
-
-def test_joins_torchrun_and_trains_the_same(tmp_path):
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}")
-    with launched(*torchrun, PROGRAM, folder=tmp_path, CASES="bytegrad of shards") as run:
-        until(
-            lambda: len(run.processes()) == 3 or run.process.poll() is not None,
-            60,
-            "torchrun and two ranks",
-        )
-        run.succeed(100)
-        assert not (tmp_path / "logs").exists()
-    for rank in range(2):
-        weights = torch.load(tmp_path / f"kept-{rank}.pt", weights_only=True)
-        expected = NORMS_OF_SHARDS["bytegrad of shards"]
-        assert norm(weights["bytegrad of shards"]) == pytest.approx(expected, abs=2e-4)
 
 
 def test_two_nodes_as_the_guide_starts_them(tmp_path):
@@ -54,4 +38,4 @@ def test_two_nodes_as_the_guide_starts_them(tmp_path):
             run.succeed(100)
     for rank, folder in enumerate(folders):
         weights = torch.load(folder / f"kept-{rank}.pt", weights_only=True)[case]
-        assert norm(weights) == pytest.approx(NORMS_OF_SHARDS[case], abs=1e-5)
+        assert norm(weights) == pytest.approx(NORMS_OF_SHARDS[case][rank], abs=1e-5)

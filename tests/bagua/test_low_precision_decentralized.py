@@ -12,7 +12,7 @@ from geartrain_bagua.algorithms.low_precision_decentralized import LowPrecisionD
 from geartrain_bagua.buckets import make_buckets
 
 from . import reference_weights as reference
-from .weights_ranks import DEADLINE, assert_resumes, assert_starts_from_rank_0, found
+from .weights_ranks import DEADLINE, assert_starts_from_rank_0, found
 
 #: The first test runs the program of all three files.
 pytestmark = pytest.mark.timeout(DEADLINE + 60)
@@ -78,18 +78,8 @@ def test_after_an_exchange_weights_equal_the_neighbours_copies():
         assert not torch.equal(rank["low 3 4"]["history"][-1], rank["low 3 4"]["own"])
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one():
-    assert_resumes("low precision", STEPS)
-
-
 def test_a_run_resumed_on_other_ranks_starts_from_rank_0s_weights():
     assert_starts_from_rank_0("low precision", 3)
-
-
-@pytest.mark.parametrize("name", ["norm low precision", "norm low precision ring"])
-def test_the_norm_equals_baguas(name):
-    for rank in found():
-        assert rank[name] == pytest.approx(2.83507013, abs=1e-6)
 
 
 def test_one_rank_alone_trains_as_without_a_strategy():

@@ -3,7 +3,9 @@
 import inspect
 import itertools
 import json
+import os
 import re
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -14,8 +16,6 @@ import geartrain as gt
 from geartrain_bagua import Algorithm, BaguaStrategy, QAdamOptimizer, choosing
 from geartrain_bagua.algorithms.gradient_allreduce import GradientAllReduce
 from geartrain_bagua.choosing import algorithm_class
-
-from ..tools.sites import build, environment
 
 MINE = """
 from geartrain_bagua import Algorithm
@@ -83,44 +83,40 @@ print(json.dumps(found))
 """
 
 
-def package(folder, name, algorithms, module):
-    """Write the source of a distribution with algorithms; return its folder."""
-    folder.mkdir()
-    points = "\n".join(f'{key} = "{value}"' for key, value in algorithms.items())
-    (folder / "pyproject.toml").write_text(
-        '[build-system]\nrequires = ["hatchling"]\nbuild-backend = "hatchling.build"\n\n'
-        f'[project]\nname = "{name}"\nversion = "1"\n\n'
-        f'[project.entry-points."geartrain_bagua.algorithms"]\n{points}\n\n'
-        f'[tool.hatch.build.targets.wheel]\ninclude = ["{name}.py"]\n'
-    )
-    (folder / f"{name}.py").write_text(module)
-    return folder
+def install(folder, name, algorithms):
+    """Write a distribution with algorithms, as pip installs it."""
+    (folder / f"{name}.py").write_text(MINE)
+    info = folder / f"{name}-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    points = [f"{key} = {value}" for key, value in algorithms.items()]
+    (info / "entry_points.txt").write_text("\n".join([f"[{choosing.GROUP}]", *points, ""]))
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """Return an environment with two other distributions that have algorithms."""
-    folder = tmp_path_factory.mktemp("site")
-    mine = {
-        "signs": "mine:Signs",
-        "shared": "mine:Signs",
-        "broken": "mine_broken:Broken",
-        "absent": "mine:Absent",
-        "no_class": "mine:dist",
-    }
-    sources = [
-        package(folder / "a", "mine", mine, MINE),
-        package(folder / "b", "theirs", {"shared": "theirs:Signs"}, MINE),
-    ]
-    (folder / "wheels").mkdir()
-    return environment(folder / "venv", build(folder / "wheels", sources))
+def run(tmp_path_factory):
+    """``run("errors.py", folder)``: run Python beside two other distributions with algorithms."""
+    site = tmp_path_factory.mktemp("site")
+    broken = {"broken": "mine_broken:Broken", "absent": "mine:Absent", "no_class": "mine:dist"}
+    install(site, "mine", {"signs": "mine:Signs", "shared": "mine:Signs", **broken})
+    install(site, "theirs", {"shared": "theirs:Signs"})
+
+    def run(*arguments, folder):
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(site), "COLUMNS": "200"},
+            capture_output=True,
+            text=True,
+            timeout=150,
+        )
+
+    return run
 
 
 @pytest.fixture(scope="module")
-def errors(site, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("errors")
-    (folder / "errors.py").write_text(ERRORS)
-    done = site.run(site.python, "errors.py", cwd=folder)
+def errors(run, tmp_path_factory):
+    done = run("-c", ERRORS, folder=tmp_path_factory.mktemp("errors"))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -151,19 +147,18 @@ def test_only_the_chosen_algorithm_is_imported(errors):
     assert errors["imported"] == ["geartrain_bagua.algorithms.gradient_allreduce"]
 
 
-@pytest.mark.build
+@pytest.mark.end_to_end
 @pytest.mark.timeout(400)  # four programs
-def test_another_distributions_algorithm_trains(site, tmp_path):
+def test_another_distributions_algorithm_trains(run, tmp_path):
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "geartrain_command.py").write_text(
         "import sys\nfrom geartrain.commands import main\nsys.exit(main())\n"
     )
-
     options = ("--strategy", "bagua", "--strategy.algorithm", "signs", "--accelerator", "cpu")
-    command = (site.python, "geartrain_command.py", "fit", "train.py", *options)
 
     def fit(*arguments):
-        return site.run(*command, *arguments, cwd=tmp_path, seconds=150)
+        command = ("geartrain_command.py", "fit", "train.py", *options)
+        return run(*command, *arguments, folder=tmp_path)
 
     help_text = fit("--help").stdout
     assert "--strategy.times TIMES" in help_text
@@ -297,17 +292,16 @@ def test_geartrain_baguas_algorithm_wins_over_another_of_its_name(monkeypatch):
         assert algorithm_class("bytegrad").__module__ == "geartrain_bagua.algorithms.bytegrad"
 
 
-@pytest.mark.parametrize("wrong", [0, -1, 1.5, True])
-def test_bucket_bytes_must_be_a_number_of_bytes(wrong):
-    with pytest.raises(gt.UsageError, match="bucket_bytes"):
-        BaguaStrategy(bucket_bytes=wrong)
-
-
-@pytest.mark.parametrize("wrong", [0, -1, float("nan"), 1e10])
-def test_a_timeout_that_no_thread_can_wait_is_refused(wrong):
-    message = re.escape(f"timeout={wrong!r} must be above 0 and at most ")
-    with pytest.raises(gt.UsageError, match=message):
-        BaguaStrategy(timeout=wrong)
+@pytest.mark.parametrize(
+    ("option", "wrong"),
+    [
+        *(("bucket_bytes", wrong) for wrong in (0, 1.5, True)),
+        *(("timeout", wrong) for wrong in (0, float("nan"), 1e10)),  # no thread can wait so long
+    ],
+)
+def test_numbers_out_of_range_are_refused(option, wrong):
+    with pytest.raises(gt.UsageError, match=re.escape(f"{option}={wrong!r} must be ")):
+        BaguaStrategy(**{option: wrong})
 
 
 @pytest.mark.parametrize(
@@ -342,11 +336,3 @@ def test_arguments_and_defaults_are_baguas(name, arguments):
     assert found == arguments
     assert list(found) == list(arguments)  # positional arguments are equal too
     assert list(map(type, found.values())) == list(map(type, arguments.values()))
-
-
-def test_names_of_the_plugin_are_among_geartrains_strategies():
-    from geartrain import strategies
-
-    assert strategies.BaguaStrategy is BaguaStrategy
-    assert strategies.QAdamOptimizer is QAdamOptimizer
-    assert "geartrain_bagua.strategy" in sys.modules

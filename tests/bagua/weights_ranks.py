@@ -53,15 +53,6 @@ def _run(folder):
     assert code == 0, log.read_text(errors="replace")
 
 
-def assert_resumes(name, steps):
-    """Check that a run that resumes on the same number of ranks equals an uninterrupted one."""
-    for rank in found():
-        resumed, whole = rank[f"{name} resumed"], rank[f"{name} uninterrupted"]
-        assert resumed["steps"] == steps
-        for mine, theirs in zip(resumed["history"], whole["history"], strict=True):
-            assert torch.equal(mine, theirs)
-
-
 def assert_starts_from_rank_0(name, steps):
     """Check that a run that resumes on other ranks has the steps and rank 0's weights."""
     start = reference.flat(reference.net())

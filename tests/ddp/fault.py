@@ -1,9 +1,11 @@
 """Train on two ranks; one rank fails: ``fault.py KIND RANK WHERE``.
 
-Ranks write marker files for what they ran to the directory ``marks``.
+Ranks write marker files for what they ran to the directory ``marks``. ``STRATEGY`` is ddp or bagua,
+``OPTIONS`` has its options, and ``OPTIMIZER`` names a class of geartrain.strategies.
 """
 
 import atexit
+import json
 import os
 import sys
 import threading
@@ -12,14 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import geartrain as gt
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
-from faulty import RANK, WHERE, Watch, fault, mark, mine
+from faulty import Watch, fault, mark, mine
 
 
 class Model(gt.Module):
@@ -35,6 +36,10 @@ class Model(gt.Module):
         self.log("loss", loss, sync_dist=True)
         return loss
 
+    def on_after_backward(self):
+        if self.trainer.global_step == 5:
+            fault("backward")
+
     def validation_step(self, batch, batch_idx):
         if batch_idx == 1:
             fault("validation")
@@ -42,6 +47,8 @@ class Model(gt.Module):
 
     def configure_optimizers(self):
         fault("setup")
+        if name := os.environ.get("OPTIMIZER"):
+            return getattr(gt.strategies, name)(self.parameters(), lr=0.01, warmup_steps=2)
         return torch.optim.SGD(self.parameters(), 0.1)
 
     def teardown(self, stage):
@@ -73,21 +80,22 @@ def main() -> None:
         atexit.register(wait_for_the_end_of, 2)
     if os.environ.get("ABORTS_AT_EXIT") == str(mine()):
         atexit.register(os.abort)
-    if "HANGS_LEAVING" in os.environ:
-        dist.destroy_process_group = lambda *_: threading.Event().wait()
     torch.manual_seed(0)
     loader_workers = int(os.environ.get("LOADER_WORKERS", "0"))
     data = TensorDataset(torch.randn(64, 4))
     trainer = gt.Trainer(
         accelerator="cpu",
-        strategy="ddp",
+        strategy=os.environ.get("STRATEGY", "ddp"),
         devices=int(os.environ.get("DEVICES", "2")),
         num_nodes=int(os.environ.get("NODES", "1")),
         max_epochs=int(os.environ.get("EPOCHS", "2")),
         enable_progress_bar=False,
         plugins=[Watch(), Slow()],
         num_sanity_val_steps=0,
-        strategy_options={"timeout": float(os.environ.get("TIMEOUT", "60"))},
+        strategy_options={
+            "timeout": float(os.environ.get("TIMEOUT", "60")),
+            **json.loads(os.environ.get("OPTIONS", "{}")),
+        },
         output=os.environ.get("OUTPUT"),
         seed=1,
     )
@@ -99,9 +107,8 @@ def main() -> None:
     )
     mark("weights", repr(model.net.weight.tolist()))
     fault("after")
-    if "TEARS_DOWN_AFTER_RANK_1" in os.environ or (WHERE == "between" and mine() != RANK):
+    if "TEARS_DOWN_AFTER_RANK_1" in os.environ:
         trainer.validate(Model(), DataLoader(data, 4))
-    fault("between")
     mark("done")
 
 

@@ -35,10 +35,8 @@ KINDS = {
     "hang": (f"rank 1 {LATE} 0", f"rank 0 {LATE} 1"),
 }
 PHASES = ("setup", "train", "validation")
-#: The rows that always run. For SIGKILL this is test_rank_0_is_given_time_to_tear_down.
-EVER = [("exception", 1, "train"), ("hang", 0, "train")]
 TABLE = [
-    pytest.param(kind, rank, phase, marks=() if (kind, rank, phase) in EVER else matrix)
+    (kind, rank, phase)
     for kind in KINDS
     for rank in (0, 1)
     # tests/spawn runs all phases of all kinds, because a fork is cheap.
@@ -50,6 +48,7 @@ def start(folder: Path, kind: str, rank: int, where: str, **environment: str):
     return launched(str(HERE / "fault.py"), kind, str(rank), where, folder=folder, **environment)
 
 
+@matrix  # by default: tests/testing/test_conformance_ddp.py and tests/parallel/test_workers.py
 @pytest.mark.parametrize(("kind", "rank", "where"), TABLE)
 def test_a_rank_that_fails(tmp_path, kind, rank, where):
     message = KINDS[kind][1 - rank]
@@ -73,16 +72,6 @@ def test_a_rank_that_fails(tmp_path, kind, rank, where):
         assert {
             f"{what}-{alive}" for what in ("teardown", "on_exception") for alive in {0, 1} - dead
         } <= marks(tmp_path)
-    assert "done-0" not in marks(tmp_path)
-
-
-def test_rank_0_is_given_time_to_tear_down(tmp_path):
-    with start(
-        tmp_path, "SIGKILL", 1, "train", SLOW="0", SECONDS="3", GEARTRAIN_PATIENCE="grace=1"
-    ) as run:
-        assert ends_after_fault(run, tmp_path, 1) > 0
-        assert "rank 1 was ended by SIGKILL" in run.err
-    assert {"slow-0", "on_exception-0", "teardown-0"} <= marks(tmp_path)
     assert "done-0" not in marks(tmp_path)
 
 
@@ -159,16 +148,6 @@ def test_a_rank_that_stays_stopped_ends_the_run_and_ranks_that_wait_for_it_tear_
 
 
 @end_to_end
-def test_rank_0_is_ended_if_it_hangs_in_leaving_its_group(tmp_path):
-    with start(
-        tmp_path, "SIGKILL", 1, "train", HANGS_LEAVING="1", GEARTRAIN_PATIENCE="grace=1"
-    ) as run:
-        assert ends_after_fault(run, tmp_path, 1) > 0
-        assert "geartrain: rank 1 was ended by SIGKILL. This rank did not end within " in run.err
-    assert {"on_exception-0", "teardown-0"} <= marks(tmp_path)
-
-
-@end_to_end
 def test_the_first_error_is_shown_if_another_rank_crashes_at_its_end(tmp_path):
     with start(tmp_path, "exception", 0, "train", ABORTS_AT_EXIT="1") as run:
         assert ends_after_fault(run, tmp_path, 0) > 0
@@ -195,19 +174,3 @@ def test_a_run_names_the_rank_that_failed_at_the_end_of_the_previous_run(tmp_pat
             "KeyError: 'my own error'" in run.err.partition("--- the end of rank 1's output ---")[2]
         )
     assert "done-0" not in marks(tmp_path)
-
-
-@end_to_end
-def test_a_rank_failing_after_fit_fails_the_command(tmp_path):
-    with start(tmp_path, "exception", 1, "after") as run:
-        assert ends_after_fault(run, tmp_path, 1) > 0
-        assert "rank 1" in run.err
-        assert "my own error" in run.err
-    assert "done-0" in marks(tmp_path)
-
-
-@end_to_end
-def test_rank_0_failing_after_fit_does_not_leave_rank_1_waiting_for_it(tmp_path):
-    with start(tmp_path, "exception", 0, "between") as run:
-        assert ends_after_fault(run, tmp_path, 0) > 0
-        assert "my own error" in run.err

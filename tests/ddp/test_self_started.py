@@ -1,8 +1,10 @@
-"""Programs whose ranks geartrain starts by running the program again: Trainer and Session."""
+"""Programs whose ranks geartrain starts by running the program again: Trainer and Session.
+
+tests/core/ranks and tests/session/test_on_ranks.py have the results of runs on ranks.
+"""
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch.utils.data import DataLoader
 from geartrain.strategies import DDPStrategy
 
 from . import session_cases
-from .cases import Net, ddp, one_trainer, samples, weights
+from .cases import Net, one_trainer, samples
 from .test_session import ddp_session, fail, train_without_with
 
 
@@ -32,98 +34,26 @@ class Mine(DDPStrategy):
         return super().configure_ddp(run, model)
 
 
-class Watched(Net):
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.seen = []
+def fit_twice():
+    """Fit twice with a subclass of the strategy; return the calls of its methods in each fit."""
+    strategy, calls = Mine(), []
+    trainer = one_trainer(strategy=strategy, devices=2)
+    for _ in range(2):
+        trainer.fit(Net(), DataLoader(samples(), batch_size=4))
+        calls.append(list(strategy.calls))
+        strategy.calls.clear()
+    return {"calls": calls, "world size": trainer.world_size, "in a group": dist.is_initialized()}
 
-    def on_validation_epoch_start(self):
-        self.seen.append({key: value.clone() for key, value in self.named_buffers()})
 
-
-def fit_validate_and_test():
-    """Run fit with BatchNorm, validate, test, fit again, and a user-defined strategy."""
+def use_a_session():
     found = {}
-    module = Watched(norm=True)
-    if int(os.environ.get("RANK", 0)):
-        module.first.reset_parameters()  # ranks start with different weights
-    val = DataLoader(samples(24), batch_size=3)
-    trainer = ddp(max_epochs=2, num_sanity_val_steps=1)
-    trainer.fit(module, DataLoader(samples(), batch_size=4), val)
-    found["buffers"] = {key: value.clone() for key, value in module.named_buffers()}
-    found["buffers in validation"] = list(module.seen)
-    found["after one"] = weights(module)
-    found["fit's own validation"] = trainer.run.metrics["val_loss"]
-    found["validated"] = trainer.validate(module, val)
-    found["tested"] = trainer.test(module, val)
-    trainer.fit(module, DataLoader(samples(), batch_size=4), val)
-    found["after two"] = weights(module)
-    found["counters"] = (trainer.global_step, trainer.current_epoch, trainer.world_size)
-
-    own = Mine()
-    mine = one_trainer(strategy=own, devices=2)
-    mine.fit(Net(), DataLoader(samples(), batch_size=4))
-    found["calls"] = list(own.calls)
-    mine.fit(Net(), DataLoader(samples(), batch_size=4))
-    found["calls of two"] = list(own.calls)
-
-    other = Net()
-    other.last.reset_parameters()
-    # Different weights on each rank, and no training that would make them equal.
-    with torch.random.fork_rng():
-        torch.manual_seed(trainer.global_rank)
-        other.last.reset_parameters()
-        other.register_buffer("mask", torch.rand(3), persistent=False)
-    found["of other weights"] = ddp().validate(other, val)
-    found["other weights"] = other.last.weight.detach().clone()
-    found["other mask"] = other.mask
-    found["group is left"] = dist.is_initialized()
-    return found
-
-
-def use_everything():
-    """Use all other features in one session."""
-    session = ddp_session(output="out", seed=5)
-    found = {}
-    with session:
+    with ddp_session(output="out", seed=5) as session:
         session.launch()
         rank = session.global_rank
-        found["place"] = (
-            rank,
-            session.local_rank,
-            session.world_size,
-            session.is_global_zero,
-            str(session.device),
-        )
-        found["gathered"] = session.all_gather({"x": torch.full((2,), float(rank))})["x"]
-        found["uneven"] = session.all_gather(torch.ones(rank + 1))
-        found["reduced"] = {
-            op: session.all_reduce(torch.tensor([rank, 10.0]), op)
-            for op in ("mean", "sum", "min", "max")
-        }
-        found["whole mean"] = session.all_reduce(torch.tensor(rank))
-        found["broadcast"] = session.broadcast({"from": rank}, src=1)
-        with session.rank_zero_first():
-            if rank == 0:
-                Path("first").touch()
-            found["first exists"] = Path("first").exists()
+        found["place"] = (rank, session.local_rank, session.world_size, session.is_global_zero)
         session.print("printed by", rank)
         net = Net(norm=True)
         model, optimizer = session.setup(net, torch.optim.Adam(net.parameters(), lr=0.01))
-        found["drawn before"] = torch.rand(1)
-        with torch.no_grad():
-            model(samples()[:4][0])  # the first batch
-        found["drawn"] = torch.rand(1)
-        loader = session.setup_dataloaders(DataLoader(samples(25), 4, shuffle=True))
-        found["passes"] = [torch.cat([x[:, 0] for x, _ in loader]) for _ in range(2)]
-        even = session.setup_dataloaders(DataLoader(samples(25), 4), even=False)
-        none = session.setup_dataloaders(DataLoader(samples(1), 4), even=False)
-        found["samples"] = (
-            sum(len(x) for x, _ in even),
-            len(even),
-            sum(len(x) for x, _ in none),
-            len(none),
-        )
         for x, y in session.setup_dataloaders(DataLoader(samples(), 4)):
             session.backward(functional.mse_loss(model(x), y))
             optimizer.step()
@@ -132,18 +62,9 @@ def use_everything():
             model.eval()
             with torch.no_grad():
                 found["alone"] = model(samples()[:4][0]).shape
-        session.log("rank", rank)
         session.log("mean", rank, sync_dist=True)
         found["metrics"] = dict(session.run.metrics)
-        session.save(
-            "state.ckpt", {"model": model, "optimizer": optimizer, "step": session.global_step}
-        )
-        other, theirs = session.setup(Net(norm=True)), session.broadcast(model.state_dict())
-        found["rest"] = session.load("state.ckpt", {"model": other})["step"]
-        found["loaded"] = all(
-            torch.equal(value, theirs[name]) for name, value in other.state_dict().items()
-        )
-    found["group is left"] = dist.is_initialized()
+    found["in a group"] = dist.is_initialized()
     found["usable"] = model(samples()[:4][0]).shape
     return found
 
@@ -163,7 +84,7 @@ def launch_functions():
 
 def run_everything():
     """Run all cases. The first run gets the logs. The program's end closes the last session."""
-    return use_everything(), fit_validate_and_test(), launch_functions(), train_without_with()
+    return use_a_session(), fit_twice(), launch_functions(), train_without_with()
 
 
 @pytest.fixture(scope="module")
@@ -173,131 +94,35 @@ def everything(tmp_path_factory):
     return folder, program_results(folder, run_everything)
 
 
-# --- Trainer -------------------------------------------------------------------------------------
+def test_an_overridden_method_is_called_once_per_process_and_run(everything):
+    for _, found, _, _ in everything[1]:
+        assert found["calls"] == [["init_dist_connection", "configure_ddp"]] * 2
+        assert found["world size"] == 2
+        assert not found["in a group"]
 
 
-@pytest.fixture
-def one_script(everything):
-    return [rank[1] for rank in everything[1]]
-
-
-def test_batch_norm_buffers_end_equal_on_every_rank(one_script):
-    first, second = one_script
-    assert first["buffers"]["norm.num_batches_tracked"] == 12
-    for key, value in first["buffers"].items():
-        assert torch.equal(value, second["buffers"][key]), key
-
-
-def test_batch_norm_buffers_are_equal_in_every_validation(one_script):
-    first, second = (kept["buffers in validation"] for kept in one_script)
-    assert len(first) == len(second) == 3  # the sanity check and two epochs
-    for mine, theirs in zip(first, second, strict=True):
-        assert all(torch.equal(mine[key], theirs[key]) for key in mine)
-
-
-def test_ranks_that_start_apart_end_with_the_same_weights(one_script):
-    first, second = one_script
-    for after in ("after one", "after two"):
-        assert all(torch.equal(first[after][key], second[after][key]) for key in first[after])
-    assert not torch.equal(first["after one"]["last.weight"], first["after two"]["last.weight"])
-
-
-def test_fit_validate_test_and_fit_again_in_one_script(one_script):
-    for kept in one_script:
-        assert kept["validated"][0]["samples"] == 24
-        assert kept["validated"][0]["val_loss"] == pytest.approx(
-            kept["fit's own validation"], rel=1e-6
-        )
-        assert kept["tested"][0]["test_loss"] == pytest.approx(
-            kept["fit's own validation"], rel=1e-6
-        )
-        assert kept["counters"] == (12, 2, 2)
-        assert not kept["group is left"]
-
-
-def test_an_overridden_hook_is_called_once_per_process_and_run(one_script):
-    for kept in one_script:
-        assert kept["calls"] == ["init_dist_connection", "configure_ddp"]
-        assert kept["calls of two"] == kept["calls"] * 2
-
-
-def test_evaluation_without_training_has_rank_0s_weights_everywhere(one_script):
-    first, second = one_script
-    assert torch.equal(first["other weights"], second["other weights"])
-    assert torch.equal(first["other mask"], second["other mask"])
-    assert first["of other weights"] == second["of other weights"]
-
-
-# --- Session -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def one_session(everything):
+def test_a_session_logs_and_leaves_its_group(everything):
     folder, ranks = everything
-    return [rank[0] for rank in ranks], folder
-
-
-def test_each_rank_has_its_rank_properties(one_session):
-    (first, second), _ = one_session
-    assert first["place"] == (0, 0, 2, True, "cpu")
-    assert second["place"] == (1, 1, 2, False, "cpu")
-
-
-def test_collectives(one_session):
-    for kept in one_session[0]:
-        assert kept["gathered"].tolist() == [[0, 0], [1, 1]]
-        assert [t.tolist() for t in kept["uneven"]] == [[1], [1, 1]]
-        assert {op: t.tolist() for op, t in kept["reduced"].items()} == {
-            "mean": [0.5, 10],
-            "sum": [1, 20],
-            "min": [0, 10],
-            "max": [1, 10],
-        }
-        assert kept["whole mean"].item() == 0.5
-        assert kept["broadcast"] == {"from": 1}
-        assert kept["first exists"]
-        assert kept["usable"] == (4, 1)
-        assert not kept["group is left"]
-
-
-def test_loaders_are_sharded_and_shuffled_again(one_session):
-    (first, second), _ = one_session
-    every = sorted(x[0].item() for x, _ in session_cases.samples(25))
-    for mine, theirs in zip(first["passes"], second["passes"], strict=True):
-        assert len(mine) == len(theirs) == 13
-        assert sorted({*mine.tolist(), *theirs.tolist()}) == pytest.approx(every)
-    assert not torch.equal(*first["passes"])
-
-
-def test_without_padding_each_sample_comes_once(one_session):
-    (first, second), _ = one_session
-    assert (first["samples"], second["samples"]) == ((13, 4, 1, 1), (12, 3, 0, 0))
-
-
-def test_a_session_logs_and_saves(one_session):
-    (first, second), folder = one_session
-    assert first["metrics"] == {"rank": 0, "mean": 0.5}
-    assert second["metrics"] == {"rank": 1, "mean": 0.5}
-    lines = (folder / "out" / "metrics.jsonl").read_text().splitlines()
-    assert len(lines) == 2
-    assert '"step": 6' in lines[0]
-    assert '"rank": 0.0' in lines[0]
-    for kept in (first, second):
-        assert kept["rest"] == 6
-        assert kept["loaded"]
+    first, second = (rank[0] for rank in ranks)
+    assert first["place"] == (0, 0, 2, True)
+    assert second["place"] == (1, 1, 2, False)
     assert first["alone"] == (4, 1)
-    assert torch.equal(first["drawn before"], second["drawn before"])
-    assert not torch.equal(first["drawn"], second["drawn"])  # not the same dropout
+    for found in (first, second):
+        assert found["metrics"] == {"mean": 0.5}
+        assert not found["in a group"]
+        assert found["usable"] == (4, 1)
+    (line,) = (folder / "out" / "metrics.jsonl").read_text().splitlines()
+    assert '"step": 6' in line
     assert "printed by 0" in (folder / "run.out").read_text()
     assert "printed by 1" not in (folder / "out" / "logs" / "rank-1.log").read_text()
 
 
 def test_a_launched_function_runs_on_both_ranks(everything):
-    for _, _, kept, _ in everything[1]:
-        assert kept["gathered"].tolist() == [2, 4]
-        assert kept["again"].tolist() == [1, 2]
+    for _, _, found, _ in everything[1]:
+        assert found["gathered"].tolist() == [2, 4]
+        assert found["again"].tolist() == [1, 2]
         for key, value in session_cases.by_hand("sgd").items():
-            torch.testing.assert_close(kept["trained"][key], value, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(found["trained"][key], value, rtol=1e-5, atol=1e-6)
 
 
 def test_a_session_that_is_left_open_has_trained(everything):

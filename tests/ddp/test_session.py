@@ -1,6 +1,7 @@
-"""A Session on two ranks of ddp trains like one process on the whole batch, and leaves nothing."""
+"""A Session on two ranks of ddp trains like one process on the whole batch, and leaves nothing.
 
-import sys
+tests/session/test_on_ranks.py has the session's methods and errors.
+"""
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from geartrain import hookimpl
 from geartrain.parallel import is_connection
 
 from . import session_cases
-from .cases import Net, samples, weights
+from .cases import Net, samples
 
 
 def ddp_session(**options):
@@ -49,14 +50,15 @@ def train_without_with(fault=None, rank=None):
     return session.global_step
 
 
-def loop(session, fault=None, rank=None):
-    net = Net()
+def loop(session, fault=None, rank=None, make=Net):
+    net = make()
     model, optimizer = session.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
     for i, (x, y) in enumerate(session.setup_dataloaders(DataLoader(samples(), 4))):
         if i == 2 and session.global_rank == rank:
             raise ValueError(fault)
         session.backward(functional.mse_loss(model(x), y))
         optimizer.step()
+    return net.state_dict()
 
 
 def test_a_session_that_is_never_closed_closes_when_the_program_ends(tmp_path):
@@ -64,31 +66,19 @@ def test_a_session_that_is_never_closed_closes_when_the_program_ends(tmp_path):
         assert (rank.result, rank.printed) == (6, "")
 
 
-def train_any_module():
-    found, session = {}, ddp_session()
-    session.launch()
-    for kind in (Manual, nn.Sequential):
-        torch.manual_seed(0)
-        module = kind(nn.Linear(3, 1)) if kind is nn.Sequential else kind()
-        model, optimizer = session.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
-        for x, y in session.setup_dataloaders(DataLoader(samples(), 4)):
-            session.backward(functional.mse_loss(model(x), y))
-            optimizer.step()
-            optimizer.zero_grad()
-        found[kind.__name__] = weights(module)
-    return found
-
-
 class Manual(Net):
     automatic_optimization = False
 
 
-def test_any_module_is_trained_by_all_ranks(tmp_path):
-    one, two = results(tmp_path, train_any_module)
-    for name in ("Manual", "Sequential"):
-        assert all(torch.equal(one[name][key], two[name][key]) for key in one[name]), (
-            f"{name}: the ranks' weights differ"
-        )
+def train_a_module_of_manual_optimisation():
+    with ddp_session() as session:
+        session.launch()
+        return loop(session, make=Manual)
+
+
+def test_a_module_of_manual_optimisation_is_trained_by_all_ranks(tmp_path):
+    first, second = results(tmp_path, train_a_module_of_manual_optimisation)
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
 
 
 class Counting:
@@ -125,52 +115,11 @@ def fail(fault, rank):
         loop(session, fault, rank)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("function", [fail, train_without_with])
+@pytest.mark.parametrize(("function", "rank"), [(fail, 0), (train_without_with, 1)])
 def test_an_error_of_a_rank_ends_all(tmp_path, function, rank):
     ranks = failed(tmp_path, function, "that one", rank)
     assert ranks[rank].error == "ValueError: that one"
     assert is_connection(ranks[1 - rank].error)
-
-
-def log_names(first, second):
-    session = ddp_session()
-    session.launch()
-    session.log_dict(dict.fromkeys(second if session.global_rank else first, 1.0), sync_dist=True)
-
-
-@pytest.mark.parametrize("theirs", ["b", "ab"])
-def test_different_metric_names_are_an_error(tmp_path, theirs):
-    errors = [rank.error for rank in failed(tmp_path, log_names, "a", theirs)]
-    assert any("ranks 0 and 1 logged different metrics with sync_dist" in error for error in errors)
-    assert any("Fix: log the same names on every rank" in error for error in errors)
-
-
-def set_up_different_models():
-    with ddp_session() as session:
-        session.launch()
-        session.setup(nn.Linear(3, 1 + session.global_rank))
-
-
-def test_models_that_differ_are_refused(tmp_path):
-    assert "rank 1 differs from rank 0" in failed(tmp_path, set_up_different_models)[1].error
-
-
-def call_past_the_strategy():
-    with ddp_session() as session:
-        session.launch()
-        net = Net()
-        _, optimizer = session.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        for x, y in session.setup_dataloaders(DataLoader(samples(), 4)):
-            session.backward(functional.mse_loss(net(x), y))
-            optimizer.step()
-
-
-def test_a_model_that_is_called_past_the_strategy_is_refused(tmp_path):
-    ranks = failed(tmp_path, call_past_the_strategy)
-    assert any(
-        "not called through the model that session.setup returned" in rank.error for rank in ranks
-    )
 
 
 # --- refused before anything starts --------------------------------------------------------------
@@ -184,9 +133,3 @@ def test_the_error_under_pytest_has_a_fix():
         session.launch()
     with pytest.raises(gt.UsageError, match=r"before session.launch\(\)"):
         session.setup(nn.Linear(1, 1))
-
-
-def test_the_error_in_a_notebook_has_a_fix(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ipykernel", sys)
-    with pytest.raises(gt.UsageError, match=r"a notebook has none\. Fix:"):
-        ddp_session().launch()

@@ -69,7 +69,6 @@ CASES = {
     "3 samples on 2 devices": ({}, {}, 3, 2),
     "5 samples on 4 devices": ({"optimizer": "adam"}, {}, 5, 4),
     "1 sample on 2 devices": ({}, {}, 1, 2),
-    "frozen parameters": ({"frozen": True}, {}, 8, 2),
     "unused parameters": ({"unused": True, "optimizer": "adam"}, {}, 7, 2),
     "clipped by norm": ({}, {"gradient_clip_val": 0.05}, 7, 3),
     "clipped by value": ({}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, 8, 2),

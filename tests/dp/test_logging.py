@@ -39,10 +39,9 @@ def logged(strategy, devices, batch_size=7):
     return curve.values, trainer.run.metrics
 
 
-@pytest.mark.parametrize("devices", [2, 3, 4])
-def test_every_value_is_that_of_the_whole_batch(devices):
+def test_every_value_is_that_of_the_whole_batch():
     curve, metrics = logged("single", 1)
-    theirs, their_metrics = logged("dp", devices)
+    theirs, their_metrics = logged("dp", 3)
     assert len(curve) == 7 * len(NAMES)
     assert theirs == pytest.approx(curve, rel=1e-5, abs=1e-6)
     assert their_metrics.keys() == metrics.keys()

@@ -66,11 +66,6 @@ def test_dp_splits_all_inputs_and_trains_like_one_device():
         torch.testing.assert_close(trained[key], value, rtol=1e-6, atol=1e-6)
 
 
-def test_dp_refuses_autocast():
-    with pytest.raises(gt.UsageError, match=r"dp.* trains in 32 or 64 bits"):
-        gt.Session(accelerator="cpu", strategy="dp", devices=2, precision="bf16-mixed")
-
-
 def test_inputs_that_cannot_be_split_are_refused():
     with gt.Session(accelerator="cpu", strategy="dp", devices=2) as session:
         model = session.setup(Net())

@@ -43,28 +43,6 @@ def test_each_device_gets_its_part():
     assert seen == [2, 2, 1, -2, -2, -2]
 
 
-def test_fit_validate_test_and_fit_again():
-    found = {}
-    for strategy, devices in (("single", 1), ("dp", 3)):
-        module, trainer = Net(), one_trainer(strategy=strategy, devices=devices)
-        train_loader, val = (
-            DataLoader(samples(), batch_size=7),
-            DataLoader(samples(23), batch_size=5),
-        )
-        trainer.fit(module, train_loader, val)
-        results = [
-            dict(trainer.run.metrics),
-            *trainer.validate(module, val),
-            *trainer.test(module, val),
-        ]
-        trainer.fit(module, train_loader, val)
-        found[strategy] = [*results, dict(trainer.run.metrics)]
-        assert trainer.global_step == 7
-    for mine, theirs in zip(found["single"], found["dp"], strict=True):
-        assert theirs == pytest.approx(mine, rel=1e-5)
-    assert found["dp"][1]["samples"] == 23
-
-
 def test_predictions_are_those_of_one_device():
     loader = DataLoader(samples(11), batch_size=4)
     mine = one_trainer(strategy="single").predict(Net(), loader)
@@ -167,17 +145,6 @@ def test_none_from_all_parts_skips_the_batch_and_from_some_is_an_error():
         match=r"output of training_step is Tensor and NoneType in different parts.*_step_end",
     ):
         dp(2).fit(module, DataLoader(samples(), batch_size=5))
-
-
-def test_a_batch_that_cannot_be_split_names_the_tensor():
-    class Weighted(Net):
-        def training_step(self, batch, batch_idx):
-            return self(batch["x"]).sum()
-
-    batches = [{"x": torch.randn(4, 3), "w": torch.ones(5)}]
-    with pytest.raises(gt.TrainingError, match=r"batch\['w'\] has 5 rows, but the batch has 4"):
-        dp(2).fit(Weighted(), batches)
-    one_trainer(strategy="single").fit(Weighted(), batches)
 
 
 # --- in threads, as on CUDA -----------------------------------------------------------------------

@@ -9,8 +9,9 @@ from torch.utils.data import DataLoader
 import geartrain as gt
 
 
-@pytest.mark.parametrize("local", [False, True])
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}])
+@pytest.mark.parametrize(
+    ("local", "options"), [(True, {}), (False, {"accumulate_grad_batches": 2})]
+)
 def test_a_contrastive_loss_trains_as_in_one_process(local, options):
     one = Contrast()
     one_trainer(**options).fit(one, DataLoader(samples(), batch_size=8))

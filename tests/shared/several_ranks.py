@@ -1,4 +1,4 @@
-"""Run functions and scripts on several ranks.
+"""Run functions on several ranks.
 
 A function of a test's module runs on ranks that a server forks (rank_server.py). The server has
 imported torch; each pytest process has one server. A test that needs ranks started by geartrain
@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -219,54 +218,3 @@ class _Server:
 
 
 _server = cache(_Server)
-
-
-PREAMBLE = """
-import os
-import sys
-sys.path.insert(0, {here!r})
-import torch
-from torch import nn
-from torch.utils.data import DataLoader
-import geartrain as gt
-from geartrain import hookimpl
-from cases import *
-
-
-def keep(trainer, **values):
-    torch.save(values, f"kept-{{trainer.global_rank}}.pt")
-
-"""
-
-
-class Scripts:
-    """Scripts that can use the names of a folder's cases.py, and ``keep(trainer, **values)``.
-
-    Args:
-        file: a module of the folder.
-        more: more lines at the beginning of each script.
-    """
-
-    def __init__(self, file, more=""):
-        self.preamble = PREAMBLE.format(here=str(Path(file).parent)) + more
-
-    def script(self, folder, body, *arguments, timeout=100, **environment):
-        """Run the preamble and ``body`` as train.py; return output and exit code.
-
-        All its processes are ended.
-        """
-        (folder / "train.py").write_text(self.preamble + body, encoding="utf-8")
-        with launched("train.py", *arguments, folder=folder, **environment) as run:
-            return SimpleNamespace(returncode=run.wait(timeout), printed=run.out + run.err)
-
-    def results(self, folder, body, ranks=2, timeout=100):
-        """Run a script that must succeed and return the values that each rank kept."""
-        done = self.script(folder, body, timeout=timeout)
-        assert done.returncode == 0, done.printed
-        return [torch.load(folder / f"kept-{rank}.pt", weights_only=False) for rank in range(ranks)]
-
-    def failure(self, folder, body, timeout=100):
-        """Run a script that must fail within the timeout and return its output."""
-        done = self.script(folder, body, timeout=timeout)
-        assert done.returncode != 0, done.printed
-        return done.printed

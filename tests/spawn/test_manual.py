@@ -33,9 +33,8 @@ class Two(gt.Module):
         return [self.kept, torch.optim.Adam(self.b.parameters(), lr=0.01)]
 
 
-@pytest.mark.parametrize("method", ["forkserver", "fork"])
-def test_weights_come_back_and_equal_those_of_one_process(method):
-    one = trainer(method)
+def test_weights_come_back_and_equal_those_of_one_process():
+    one = trainer("fork")
     module = Two()
     expected = copy.deepcopy(module)
     one.fit(module, loader())

@@ -75,8 +75,6 @@ trainer.fit(module)
 moved = bool((module.net.weight != before).all())
 print("steps", trainer.global_step, "moved", moved, "loss", trainer.run.metrics["loss"] < 0.1)
 """
-#: The `geartrain` command.
-GEARTRAIN = "import sys; from geartrain.commands import main; sys.exit(main())"
 EXPECTED = "steps 8 moved True loss True"
 
 
@@ -214,20 +212,6 @@ def test_a_script_without_a_guard(tmp_path, method):
         assert not run.left_behind()
 
 
-@pytest.mark.end_to_end
-def test_a_program_from_standard_input(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-"],
-        cwd=tmp_path,
-        input=NET + fit(),
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=_environment(tmp_path),
-    )
-    assert EXPECTED in done.stdout, done.stderr
-
-
 def test_from_a_thread():
     one, module = trainer(), Net()
     thread = threading.Thread(target=lambda: one.fit(module, loader()))
@@ -257,15 +241,6 @@ def test_the_command_line(tmp_path):
     assert {path.name for path in tmp_path.glob("teardown-*")} == {"teardown-0", "teardown-1"}
 
 
-@pytest.mark.end_to_end
-def test_the_command_line_in_a_program(tmp_path):
-    (tmp_path / "net.py").write_text(NET)
-    with launched("-c", GEARTRAIN, "fit", *COMMAND, folder=tmp_path) as run:
-        assert "loss" in run.succeed().out
-        assert not run.left_behind()
-    assert {path.name for path in tmp_path.glob("teardown-*")} == {"teardown-0", "teardown-1"}
-
-
 def test_spawn_is_another_name(tmp_path):
     (tmp_path / "net.py").write_text(NET)
     done = command(
@@ -283,15 +258,6 @@ def test_spawn_is_another_name(tmp_path):
     plan = json.loads(done.out)
     assert plan["processes"] == 2
     assert plan["strategy"]["distribution"] == "geartrain-spawn"
-
-
-@pytest.mark.end_to_end  # test_results.py tests this in the test process
-@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
-def test_loaders_with_workers(tmp_path, method):
-    (tmp_path / "train.py").write_text(NET + fit(method))
-    with launched("train.py", folder=tmp_path, LOADER_WORKERS="1") as run:
-        assert EXPECTED in run.succeed(100).out
-        assert not run.left_behind()
 
 
 class Place(Net):
@@ -315,24 +281,6 @@ def test_two_nodes(tmp_path):
     assert (first, second) == ((0, 0, 2), (1, 1, 2))
     assert steps == also == 2 * 12
     assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
-
-
-class Listens(Net):
-    """Records the addresses on which its rank and the starter listen."""
-
-    def on_train_end(self):
-        self.found = listening([os.getpid(), int(os.environ["OF_THE_STARTER"])])
-        Path(f"of-rank-{self.global_rank}").write_text(" ".join(self.found))
-
-
-@pytest.mark.skipif(not HAS_PROC, reason="finds sockets through /proc")
-def test_nothing_listens_outside_loopback(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OF_THE_STARTER", str(os.getpid()))
-    trainer(max_epochs=1).fit(Listens(), loader())
-    found = [(tmp_path / f"of-rank-{rank}").read_text().split() for rank in range(2)]
-    assert all(found)
-    assert not {*found[0], *found[1]} - set(LOOPBACK)
 
 
 # --- the starter ends -----------------------------------------------------------------------------

@@ -142,13 +142,16 @@ WRONG = {
         STEPPED,
     ),
     "rounds to the first dtype": Wrong(
-        "rounds-to-the-first-dtype", {"test_dtypes": "trained 'f32' by"}, STEPPED
+        "rounds-to-the-first-dtype", {"test_dtypes": "trained 'f32' by"}, STEPPED, matrix=True
     ),
     "caches parameters": Wrong(
         "caches-parameters", {"test_unfreezing": "its gradients were not averaged"}, STEPPED
     ),
     "drops small batches": Wrong(
-        "drops-small-batches", {"test_unequal_batches": "by the size of a batch"}, STEPPED
+        "drops-small-batches",
+        {"test_unequal_batches": "by the size of a batch"},
+        STEPPED,
+        matrix=True,
     ),
     "weighs by batch size": Wrong(
         "weighs-by-batch-size", {"test_unequal_batches": r"Batch sizes by rank: \{"}, STEPPED
@@ -157,6 +160,7 @@ WRONG = {
         "skips-every-50th-step",
         {"test_every_step": "in 2 of 80 steps: step 50: -?0, expected 1.5; step 100: -?0"},
         STEPPED,
+        matrix=True,
     ),
     "stops after 50 steps": Wrong(
         "stops-after-50-steps",
@@ -166,34 +170,42 @@ WRONG = {
             "test_nan": NAN,
         },
         STEPPED,
+        matrix=True,
     ),
     "is stale": Wrong(
         "stale",
         {"test_every_step": "in 1 of 80 steps: step 100: -?0", "test_resume": RESUMED},
         STEPPED,
         capabilities={"convergence": 0.5},
+        matrix=True,
     ),
-    "hides NaN": Wrong("hides-nan", {"test_nan": NAN}, STEPPED),
+    "hides NaN": Wrong("hides-nan", {"test_nan": NAN}, STEPPED, matrix=True),
     "hides NaN in metrics": Wrong(
         "hides-nan-in-metrics", {"test_nan": "a metric that is NaN on one rank is"}, STEPPED
     ),
     "gathers as float32": Wrong(
         "gathers-as-float32", {"test_large_numbers": "all_gather of int64 on rank 0"}, STEPPED
     ),
-    "logs as float32": Wrong("logs-as-float32", {EQUAL("adam"): "0"}, STEPPED),
+    "logs as float32": Wrong("logs-as-float32", {EQUAL("adam"): "0"}, STEPPED, matrix=True),
     "broadcasts from rank 1": Wrong(
         "broadcasts-from-rank1", {"test_start": "rank 0 starts .* has those of rank 1"}, STEPPED
     ),
     "leaves buffers": Wrong(
-        "leaves-buffers", {"test_start": "rank 1 starts.*offset.*count"}, STEPPED
+        "leaves-buffers", {"test_start": "rank 1 starts.*offset.*count"}, STEPPED, matrix=True
     ),
     "starts as float32": Wrong(
-        "starts-as-float32", {"test_start": "rank 0 starts without .*in their own types"}, STEPPED
+        "starts-as-float32",
+        {"test_start": "rank 0 starts without .*in their own types"},
+        STEPPED,
+        matrix=True,
     ),
     "saves nothing": Wrong("saves-nothing", {"test_resume": "fit saved no checkpoint"}, STEPPED),
-    "loads on rank 0": Wrong("loads-on-rank0", {"test_resume": RESUMED}, STEPPED),
+    "loads on rank 0": Wrong("loads-on-rank0", {"test_resume": RESUMED}, STEPPED, matrix=True),
     "forgets optimizers": Wrong(
-        "forgets-optimizers", {"test_resume": "the program ended with exit code"}, STEPPED
+        "forgets-optimizers",
+        {"test_resume": "the program ended with exit code"},
+        STEPPED,
+        matrix=True,
     ),
     "forgets its state": Wrong(
         "forgets-its-state",
@@ -345,6 +357,7 @@ WRONG = {
         {EQUAL("sgd"): "convergence=1e-06"},
         r"\[(clipping|sgd)\]",
         capabilities={"convergence": 1e-6},
+        matrix=True,
     ),
     "listens everywhere": Wrong("listens-everywhere", {"test_loopback_only": "'00000000'"}, AROUND),
     # Leftovers. This one is last in its program, because later strategies would find its group.
