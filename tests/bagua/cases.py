@@ -1,12 +1,7 @@
 """Trainings that the tests run in one process and in several."""
 
-import sys
-from pathlib import Path
-
-from torch.utils.data import DataLoader
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
 from regression import Curve, Net, one_trainer, samples, weights
+from torch.utils.data import DataLoader
 
 
 def bagua(devices=2, strategy=None, **options):

@@ -1,5 +1,6 @@
 """The strategy bagua under torchrun."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from .test_upstream import NORMS_OF_SHARDS, norm
 #: In test_upstream.py, the strategy starts the ranks of the same cases.
 pytestmark = pytest.mark.end_to_end
 
-PROGRAM = str(Path(__file__).with_name("upstream_program.py"))
+PROGRAM = str(Path(__file__).parents[1] / "shared" / "rank_program.py")
 
 
 def test_two_nodes_as_the_guide_starts_them(tmp_path):
@@ -29,13 +30,13 @@ def test_two_nodes_as_the_guide_starts_them(tmp_path):
     folders = [tmp_path / str(node) for node in range(2)]
     for folder in folders:
         folder.mkdir()
-    environment = {"CASES": case, "DEVICES": "1"}
+    train = (PROGRAM, "tests.bagua.upstream_cases", "train_on_one_device", json.dumps([case]))
     with (
-        launched(*common, "--node_rank=0", PROGRAM, folder=folders[0], **environment) as first,
-        launched(*common, "--node_rank=1", PROGRAM, folder=folders[1], **environment) as second,
+        launched(*common, "--node_rank=0", *train, folder=folders[0]) as first,
+        launched(*common, "--node_rank=1", *train, folder=folders[1]) as second,
     ):
         for run in (first, second):
             run.succeed(100)
     for rank, folder in enumerate(folders):
-        weights = torch.load(folder / f"kept-{rank}.pt", weights_only=True)[case]
+        weights = torch.load(folder / f"rank-{rank}.pt", weights_only=True)[case]
         assert norm(weights) == pytest.approx(NORMS_OF_SHARDS[case][rank], abs=1e-5)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from several_ranks import kept_by
 
 from geartrain import UsageError
 from geartrain_bagua.algorithm import Context, Peers
@@ -12,74 +13,88 @@ from geartrain_bagua.algorithms.low_precision_decentralized import LowPrecisionD
 from geartrain_bagua.buckets import make_buckets
 
 from . import reference_weights as reference
-from .weights_ranks import DEADLINE, assert_starts_from_rank_0, found
+from .hand import DEADLINE, assert_starts_from_rank_0, case, elastic, four_ranks
 
-#: The first test runs the program of all three files.
 pytestmark = pytest.mark.timeout(DEADLINE + 60)
 
 STEPS = 6
 
 
-def same(name, ranks, expected, replicas, node=1):
+def train_each_case():
+    with four_ranks():
+        kept = {
+            f"{interval} {ranks}": case(LowPrecisionDecentralized(False, interval), ranks=ranks)
+            for interval, ranks in ((1, 2), (1, 4), (3, 4))
+        }
+        kept["many buckets"] = case(LowPrecisionDecentralized(False), bucket_bytes=64)
+        kept["momentum"] = case(LowPrecisionDecentralized(False), kind="momentum")
+        kept["nodes"] = case(LowPrecisionDecentralized(), node=2)
+        kept["one node"] = case(LowPrecisionDecentralized(), ranks=2, node=2)
+        kept["on other ranks"] = elastic(lambda: LowPrecisionDecentralized(False, 2))
+    return kept
+
+
+found = kept_by(train_each_case, ranks=4, seconds=DEADLINE)
+
+
+def same(found, name, ranks, node=None, **options):
+    lengths = found[0][name]["buckets"]
+    expected, replicas = reference.low_precision(ranks, STEPS, lengths, node=node, **options)
     for rank in range(4):
-        kept = found()[rank][name]
+        kept = found[rank][name]
         for mine, theirs in zip(kept["history"], expected, strict=True):
             assert torch.equal(mine, theirs[rank % ranks])
-        if rank % node == 0:
-            for which, value in replicas[rank % ranks // node].items():
+        if rank % (node or 1) == 0:
+            for which, value in replicas[rank % ranks // (node or 1)].items():
                 assert torch.equal(kept[which], value), which
 
 
 @pytest.mark.parametrize(("interval", "ranks"), [(1, 2), (1, 4), (3, 4)])
-def test_trains_as_the_reference(interval, ranks):
-    name = f"low {interval} {ranks}"
-    expected = reference.low_precision(ranks, STEPS, found()[0][name]["buckets"], interval)
-    same(name, ranks, *expected)
-    assert not torch.equal(expected[0][-1][0], expected[0][-1][1])
+def test_trains_as_the_reference(found, interval, ranks):
+    name = f"{interval} {ranks}"
+    same(found, name, ranks, interval=interval)
+    first, second = (found[rank][name]["history"][-1] for rank in (0, 1))
+    assert not torch.equal(first, second)
 
 
-def test_each_bucket_is_one_chunk():
-    lengths = found()[0]["low many buckets"]["buckets"]
-    assert len(lengths) == 4
-    same("low many buckets", 4, *reference.low_precision(4, STEPS, lengths))
+def test_each_bucket_is_one_chunk(found):
+    assert len(found[0]["many buckets"]["buckets"]) == 4
+    same(found, "many buckets", 4)
 
 
-def test_trains_as_the_reference_with_momentum():
-    lengths = found()[0]["low momentum"]["buckets"]
-    same("low momentum", 4, *reference.low_precision(4, STEPS, lengths, kind="momentum"))
+def test_trains_as_the_reference_with_momentum(found):
+    same(found, "momentum", 4, kind="momentum")
 
 
-def test_a_hierarchical_ring_has_one_rank_per_node():
-    lengths = found()[0]["low nodes"]["buckets"]
-    same("low nodes", 4, *reference.low_precision(4, STEPS, lengths, node=2), node=2)
+def test_a_hierarchical_ring_has_one_rank_per_node(found):
+    same(found, "nodes", 4, node=2)
     for rank in (1, 3):
-        assert "own" not in found()[rank]["low nodes"]
-    lengths = found()[0]["low one node"]["buckets"]
-    same("low one node", 2, *reference.low_precision(2, STEPS, lengths, node=2), node=2)
+        assert "own" not in found[rank]["nodes"]
+    same(found, "one node", 2, node=2)
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"), [("low 1 2", 2), ("low 1 4", 4), ("low 3 4", 4), ("low many buckets", 4)]
+    ("name", "ranks"), [("1 2", 2), ("1 4", 4), ("3 4", 4), ("many buckets", 4)]
 )
-def test_copies_of_neighbours_equal_their_own_weights(name, ranks):
+def test_copies_of_neighbours_equal_their_own_weights(found, name, ranks):
     """Bagua's test compares norms; this one compares bits."""
-    kept = [rank[name] for rank in found()[:ranks]]
+    kept = [rank[name] for rank in found[:ranks]]
     for rank in range(ranks):
         left, right = kept[(rank - 1) % ranks], kept[(rank + 1) % ranks]
         assert torch.equal(kept[rank]["own"], left["right"])
         assert torch.equal(kept[rank]["own"], right["left"])
-        assert kept[rank]["own"].norm() == left["right"].norm() == right["left"].norm()
         assert not torch.equal(kept[rank]["own"], right["own"])
 
 
-def test_after_an_exchange_weights_equal_the_neighbours_copies():
-    for rank in found():
-        assert torch.equal(rank["low 1 4"]["history"][-1], rank["low 1 4"]["own"])
-        assert not torch.equal(rank["low 3 4"]["history"][-1], rank["low 3 4"]["own"])
+def test_after_an_exchange_weights_equal_the_neighbours_copies(found):
+    for rank in found:
+        assert torch.equal(rank["1 4"]["history"][-1], rank["1 4"]["own"])
+        assert not torch.equal(rank["3 4"]["history"][-1], rank["3 4"]["own"])
 
 
-def test_a_run_resumed_on_other_ranks_starts_from_rank_0s_weights():
-    assert_starts_from_rank_0("low precision", 3)
+def test_a_run_resumed_on_other_ranks_starts_from_rank_0s_weights(found):
+    for kept in found:
+        assert_starts_from_rank_0(kept["on other ranks"], 3)
 
 
 def test_one_rank_alone_trains_as_without_a_strategy():

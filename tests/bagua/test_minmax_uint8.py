@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -24,7 +23,6 @@ from geartrain_bagua.minmax_uint8 import (
 from . import formula
 
 WIDTHS = [0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 257]
-MB = 2**20
 ODD = torch.tensor(
     [
         0.0,
@@ -160,18 +158,6 @@ def test_the_error_in_steps_and_zeros_are_exact(times, steps):
     assert not back[x == 0].any()
 
 
-def test_a_chunk_that_is_not_finite_decodes_to_nan_and_others_do_not_change():
-    x = torch.randn(7, 50)
-    for i, value in enumerate([torch.inf, -torch.inf, torch.nan]):
-        x[i, 3 * i] = value
-    x[3, 0], x[3, 1] = 3e38, -3e38  # the width overflows float32
-    x[4, 0], x[4, 1] = torch.inf, -torch.inf
-    for decoded in (decompress(compress(x)), decode_plain(*encode_plain(x))):
-        assert decoded[:5].isnan().all()
-        assert torch.equal(decoded[5:], decompress(compress(x[5:])))
-        assert decoded[5:].isfinite().all()
-
-
 def test_the_raw_code_256_wraps_to_0():
     x = torch.ones(1, 40)
     scale, upper, lower = minmax_uint8._grid(torch.tensor([[1.0, 1.0]]))
@@ -253,20 +239,6 @@ def test_only_a_matrix_of_floats_is_accepted(wrong):
     for compressing in (encode, encode_plain):
         with pytest.raises(ValueError, match=r"floats of shape \[chunks, elements\].*Fix: "):
             compressing(wrong)
-
-
-def test_compression_takes_less_time_than_it_saves_at_1_gbit_per_second():
-    x = torch.randn(2, 10 * MB // 8)
-    saved = (x.numel() * 4 - compress(x).numel()) * 8 / 1e9
-    assert saved == pytest.approx(0.0629, rel=0.01)
-    before, times = torch.get_num_threads(), []
-    torch.set_num_threads(1)  # then CPU time equals the wall time of an idle machine
-    for _ in range(20):
-        start = time.process_time()
-        decompress(compress(x))
-        times.append(time.process_time() - start)
-    torch.set_num_threads(before)
-    assert min(times) < saved  # about a twelfth
 
 
 # --- the Triton kernels ---------------------------------------------------------------------------

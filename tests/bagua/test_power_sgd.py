@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from several_ranks import kept_by
 from torch.utils.data import DataLoader
 
 from geartrain import Trainer, UsageError
@@ -12,18 +13,20 @@ from geartrain_bagua.algorithms.power_sgd import PowerSGD
 
 from . import reference_power_sgd as reference
 from .cases import Net, one_trainer, samples
-from .power_sgd_program import BATCH, CASES, LEARNING_RATE, STEPS, Model, data, loss_of, net
+from .power_sgd_cases import (
+    BATCH,
+    CASES,
+    LEARNING_RATE,
+    STEPS,
+    Model,
+    data,
+    loss_of,
+    net,
+    train_each_case,
+)
 
 RANKS = 2
-
-
-PROGRAMS = ("power_sgd",)
-
-
-@pytest.fixture
-def found(kept):
-    """Return the results of each rank."""
-    return kept("power_sgd")
+found = kept_by(train_each_case)
 
 
 def by_hand(approximate, steps=range(STEPS), weights=None):

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from several_ranks import kept_by
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -117,12 +118,34 @@ def test_values_that_adam_refuses_are_refused_with_its_text(wrong):
 
 # --- with the algorithm ---------------------------------------------------------------------------
 
-PROGRAMS = ("qadam",)
+
+class Q(Net):
+    def configure_optimizers(self):
+        others = [*self.second.parameters(), *self.extra.parameters(), *self.last.parameters()]
+        groups = [
+            {"params": [*self.first.parameters()], "betas": (0.8, 0.99), "weight_decay": 0.1},
+            {"params": others},
+        ]
+        warmup_steps = 4 if self.trainer.plan.options.accumulate_grad_batches == 1 else 2
+        self.made = QAdamOptimizer(groups, lr=0.01, warmup_steps=warmup_steps)
+        return self.made
 
 
-@pytest.fixture
-def two_ranks(kept):
-    return kept("qadam")
+def train_past_the_warm_up():
+    found = {}
+    for name, options in {"flat": {}, "accumulating": {"accumulate_grad_batches": 3}}.items():
+        module = Q()
+        strategy = {"algorithm": "qadam", "bucket_bytes": 300, "hierarchical": False}
+        bagua(strategy=strategy, max_epochs=2, **options).fit(module, DataLoader(samples(), 4))
+        found[name] = {key: value.clone() for key, value in module.state_dict().items()}
+        found["mixed", name] = module.made.momentum_is_mixed
+        found["momentum", name] = torch.cat(
+            [module.made.state[p]["exp_avg"].flatten() for p in module.parameters()]
+        )
+    return found
+
+
+two_ranks = kept_by(train_past_the_warm_up)
 
 
 def in_a_byte(chunk):

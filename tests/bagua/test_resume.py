@@ -4,12 +4,14 @@ import math
 
 import pytest
 import torch
+from several_ranks import kept_by
 from torch.utils.data import DataLoader
 
 import geartrain as gt
 from geartrain_bagua import BaguaStrategy
 
 from .cases import Net, one_trainer, samples
+from .resume_cases import fit_and_resume
 
 CASES = (
     "bytegrad",
@@ -24,13 +26,7 @@ CASES = (
 OWN_WEIGHTS = CASES[3:]
 
 
-PROGRAMS = ("resume",)
-
-
-@pytest.fixture
-def ranks(kept):
-    """Return the results of all runs on each of two ranks."""
-    return kept("resume")
+ranks = kept_by(fit_and_resume, seconds=240)
 
 
 def same(mine, theirs):

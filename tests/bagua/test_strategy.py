@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+from several_ranks import kept_by
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -13,14 +14,23 @@ from geartrain_bagua import Algorithm, BaguaStrategy
 from geartrain_bagua.algorithms.gradient_allreduce import GradientAllReduce
 
 from .cases import CASES, Net, bagua, one_trainer, samples, train
+from .strategy_cases import (
+    average_in_a_thread,
+    communicate_while_computing,
+    flat,
+    layers,
+    start_apart_and_overflow,
+    train_in_loops_of_the_user,
+    watch_the_calls,
+)
 
-PROGRAMS = ("cases", "strategy")
+
+def train_all():
+    """Return the loss curve and the weights of each case."""
+    return {name: train(name, ranks=2)[1:] for name in CASES}
 
 
-@pytest.fixture
-def two_ranks(kept):
-    """case -> (loss curve, weights), for each rank."""
-    return kept("cases")
+two_ranks = kept_by(train_all)
 
 
 @cache
@@ -42,39 +52,36 @@ def test_two_ranks_train_as_one_process_does(two_ranks, name):
         assert torch.equal(trained[key], two_ranks[1][name][1][key]), f"{key} differs between ranks"
 
 
-# --- results of strategy_program.py ---------------------------------------------------------------
+# --- results of strategy_cases.py -----------------------------------------------------------------
+
+apart = kept_by(start_apart_and_overflow)
+watched = kept_by(watch_the_calls)
+overlapping = kept_by(communicate_while_computing)
+averaged_in_a_thread = kept_by(average_in_a_thread)
+loops_of_the_user = kept_by(train_in_loops_of_the_user)
 
 
-@pytest.fixture
-def one_script(kept):
-    return kept("strategy")
+@pytest.mark.parametrize("only_rank_1", [False, True])
+def test_ranks_start_from_the_same_optimizers(apart, only_rank_1):
+    assert torch.equal(*(kept["apart", only_rank_1] for kept in apart))
 
 
-def flat(module):
-    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
-
-
-@pytest.mark.parametrize("kind", ["adam", "adam of rank 1"])
-def test_ranks_start_from_the_same_optimizers(one_script, kind):
-    assert torch.equal(*(kept["apart", kind] for kept in one_script))
-
-
-def test_mixed_precision_scales_reduces_unscales_and_clips(one_script):
-    (trained, before), (theirs, _) = (kept["16-mixed"] for kept in one_script)
+def test_mixed_precision_scales_reduces_unscales_and_clips(apart):
+    (trained, before), (theirs, _) = (kept["16-mixed"] for kept in apart)
     assert torch.equal(trained, theirs)
     # 12 steps with a gradient norm of at most 0.001: unscaled before they are clipped (the scale is
     # 65,536).
     assert 0 < (trained - before).norm() <= 12 * 0.1 * 0.001 * 1.001
 
 
-def test_an_overflow_on_one_rank_skips_the_step_on_all(one_script):
-    (skipped, mine), (also, theirs) = (kept["skipped"] for kept in one_script)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(apart):
+    (skipped, mine), (also, theirs) = (kept["skipped"] for kept in apart)
     assert skipped == also == 1
     assert torch.equal(mine, theirs)
 
 
-def test_an_algorithm_is_called_in_the_order_of_a_step(one_script):
-    for rank, kept in enumerate(one_script):
+def test_an_algorithm_is_called_in_the_order_of_a_step(watched):
+    for rank, kept in enumerate(watched):
         begin, *calls = kept["calls"]
         assert begin == ("set_up", 3, (0, 1), rank)
         first = ["start_step", "computing", "batch", "end of batch", "batch"]
@@ -90,58 +97,57 @@ def test_an_algorithm_is_called_in_the_order_of_a_step(one_script):
         assert kept["state"] == {"algorithm": "Watched", "state": {"n": 3}}
 
 
-def test_communication_overlaps_with_backward(one_script):
-    assert [kept["overlapped"] for kept in one_script] == [True, True]
-
-
-def test_decentralized_exchanges_from_before_forward_to_after_backward(one_script):
-    for kept in one_script:
-        assert kept["early"] == [("exchange has begun", True), ("training has continued", True)]
-
-
-def test_asyncs_thread_has_its_own_group_and_ends_with_each_fit(one_script):
-    for kept in one_script:
-        assert kept["groups of async"] == [False, (0, 1)]
-        assert kept["threads of async"] == [["geartrain-bagua", "geartrain-bagua-async"]] * 6
-        assert kept["leaks of async"] == [[], []]
-
-
-def test_a_closure_is_one_step_of_several_backwards(one_script):
-    calls = one_script[0]["calls of lbfgs"][1:-1]
+def test_a_closure_is_one_step_of_several_backwards(watched):
+    calls = watched[0]["calls of lbfgs"][1:-1]
     evaluation = [0, 1, 2, "end_backward"]
     before, after = ["start_step", "computing"], ["computed", "end_step", "computing", "computed"]
     assert calls == [*before, *evaluation * 4, *after]
 
 
-def test_async_pauses_if_a_plugin_saves_a_checkpoint_in_on_step_end(one_script):
-    first, second = (kept["saved in on_step_end"] for kept in one_script)
+def test_a_run_leaves_no_thread_group_or_context(watched):
+    for kept in watched:
+        assert kept["left"] == ([], False, False)
+
+
+def test_communication_overlaps_with_backward(overlapping):
+    assert [kept["overlapped"] for kept in overlapping] == [[True] * 3] * 2
+
+
+def test_decentralized_exchanges_from_before_forward_to_after_backward(overlapping):
+    for kept in overlapping:
+        assert kept["early"] == [("exchange has begun", True), ("training has continued", True)]
+
+
+def test_asyncs_thread_has_its_own_group_and_ends_with_each_fit(averaged_in_a_thread):
+    for kept in averaged_in_a_thread:
+        assert kept["groups"] == [False, (0, 1)]
+        assert kept["threads"] == [["geartrain-bagua", "geartrain-bagua-async"]] * 6
+        assert kept["leaks"] == [[], []]
+
+
+def test_async_pauses_if_a_plugin_saves_a_checkpoint_in_on_step_end(averaged_in_a_thread):
+    first, second = (kept["saved in on_step_end"] for kept in averaged_in_a_thread)
     assert len(first) == 2
     for mine, theirs in zip(first, second, strict=True):
         assert torch.equal(mine, theirs)
 
 
-def test_a_run_leaves_no_thread_group_or_context(one_script):
-    for kept in one_script:
-        assert kept["left"] == ([], False, False)
-
-
-def test_manual_optimisation_averages(one_script):
+def test_manual_optimisation_averages(loops_of_the_user):
     _, weights = one_process("sgd")
     expected = torch.cat([value.flatten() for value in weights.values()])
-    for kept in one_script:
+    for kept in loops_of_the_user:
         torch.testing.assert_close(kept["manual"], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_session_averages_once_per_step(one_script):
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-    optimizer, (x, y) = torch.optim.SGD(model.parameters(), 0.1), samples().tensors
+def test_a_session_averages_once_per_step(loops_of_the_user):
+    model, (x, y) = layers(), samples().tensors
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for i in range(0, len(x), 8):
         optimizer.zero_grad()
-        torch.nn.functional.mse_loss(model(x[i : i + 8]), y[i : i + 8]).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        nn.functional.mse_loss(model(x[i : i + 8]), y[i : i + 8]).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         optimizer.step()
-    for kept in one_script:
+    for kept in loops_of_the_user:
         torch.testing.assert_close(kept["session"], flat(model), rtol=1e-5, atol=1e-6)
 
 
@@ -161,14 +167,22 @@ def test_unused_parameters_are_named():
     assert "find_unused_parameters=True" in error
 
 
-def test_a_parameter_that_is_unfrozen_later_is_named():
+@pytest.mark.parametrize(
+    ("algorithm", "words"),
+    [
+        ("gradient_allreduce", "got a gradient, but needed none when training began"),
+        *((name, "Fix: ") for name in ("decentralized", "low_precision_decentralized", "async")),
+    ],
+)
+def test_a_parameter_that_is_unfrozen_later_is_named(algorithm, words):
     class Unfreezes(Net):
         def on_train_batch_start(self, batch, batch_idx):
             if batch_idx == 2:
                 self.first.requires_grad_(True)
 
-    error = refused(Unfreezes(frozen=True))
-    assert "first.weight got a gradient, but needed none when training began" in error
+    error = refused(Unfreezes(frozen=True), strategy={"algorithm": algorithm})
+    assert "first.weight" in error
+    assert words in error
 
 
 def test_a_second_backward_is_refused():

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from several_ranks import kept_by
 
-from .upstream_program import CASES, order, seeded, train
+from .upstream_cases import CASES, order, seeded, train, train_cases
 
 #: Weight norms after an epoch, from Bagua's tests. Both ranks have the same data, so the norms
 #: check the quantiser and the timing, not the averaging.
@@ -29,13 +30,8 @@ IN_BYTES = ("bytegrad", "qadam", "low_precision_decentralized")
 APART = ("decentralized", "low_precision_decentralized")
 
 
-PROGRAMS = ("upstream",)
-
-
-@pytest.fixture
-def ranks(kept):
-    """Return case -> weights, for each rank."""
-    return kept("upstream")
+#: Case -> weights, for each rank.
+ranks = kept_by(train_cases)
 
 
 def norm(weights):

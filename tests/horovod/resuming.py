@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import geartrain as gt
 from geartrain import hookimpl
-from geartrain.callbacks import EMA, ModelCheckpoint
+from geartrain.callbacks import ModelCheckpoint
 
 FOLDER, RANKS = Path(sys.argv[1]), int(sys.argv[2])
 RATE = 0.02
@@ -36,14 +36,11 @@ class Net(gt.Module):
             nn.Linear(3, 6), nn.Dropout(0.3), nn.Tanh(), nn.BatchNorm1d(6), nn.Linear(6, 1)
         )
 
-    def loss(self, batch):
+    def training_step(self, batch, batch_idx):
         # So small that no gradient overflows float16.
         loss = mse_loss(self.layers(batch[0]), batch[1]) * 0.1
         self.log("loss", loss, sync_dist=True)
         return loss
-
-    def training_step(self, batch, batch_idx):
-        return self.loss(batch)
 
     def configure_optimizers(self):
         parameters = list(self.parameters())
@@ -66,18 +63,6 @@ def schedule(optimizer):
     )
 
 
-class Manual(Net):
-    automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        self.clip_gradients(optimizer, 0.5)
-        optimizer.step()
-        self.lr_schedulers().step()
-
-
 class Rates:
     """Records each step's learning rates."""
 
@@ -96,7 +81,7 @@ def data():
     return DataLoader(TensorDataset(x, x.sum(dim=1, keepdim=True).sin()), 4, shuffle=True)
 
 
-def fit(folder, epochs, path=None, make=Net, own=None, plugins=(), strategy="horovod", **options):
+def fit(folder, epochs, path=None, make=Net, own=None, strategy="horovod", **options):
     """Run one fit; return its trainer and its results."""
     steps = FOLDER / folder / "steps"
     rates, every = (
@@ -112,7 +97,7 @@ def fit(folder, epochs, path=None, make=Net, own=None, plugins=(), strategy="hor
         seed=5,
         output=FOLDER / folder / "run",
         enable_progress_bar=False,
-        plugins=[rates, every, *plugins],
+        plugins=[rates, every],
         **options,
     )
     module = make()
@@ -136,31 +121,21 @@ def fit(folder, epochs, path=None, make=Net, own=None, plugins=(), strategy="hor
 CASES = {
     "plain": {},
     "not scaled": {"own": {"scale_lr": False}},
-    "accumulated and clipped": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
     "16-mixed": {"precision": "16-mixed"},
-    "bf16-mixed": {"precision": "bf16-mixed", "accumulate_grad_batches": 2},
     "two optimizers": {"make": lambda: Net(2)},
-    "manual": {"make": Manual},
-    "averaged": {"plugins": "EMA"},
     "in groups, in float16": {"own": {"groups": 2, "compression": "fp16"}},
     "horovod's optimizer": {"own": {"distributed_optimizer": True}, "accumulate_grad_batches": 2},
 }
 
 
-def trained(folder, epochs, path=None, **case):
-    return fit(folder, epochs, path, **{**case, "plugins": [EMA(0.9)] if "plugins" in case else []})
-
-
 def both(name, case):
     """Run two epochs without a stop, and resume within the first; one case also resumes between."""
-    _, whole = trained(f"{name} whole", 2, **case)
-    _, within = trained(
-        f"{name} within", 2, FOLDER / f"{name} whole" / "steps" / "step=2.ckpt", **case
-    )
+    _, whole = fit(f"{name} whole", 2, **case)
+    _, within = fit(f"{name} within", 2, FOLDER / f"{name} whole" / "steps" / "step=2.ckpt", **case)
     if name != "plain":
         return {"whole": whole, "within": within}
-    trained("plain rest", 1)
-    return {"whole": whole, "within": within, "rest": trained("plain rest", 2, "last")[1]}
+    fit("plain rest", 1)
+    return {"whole": whole, "within": within, "rest": fit("plain rest", 2, "last")[1]}
 
 
 def main():

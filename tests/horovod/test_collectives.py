@@ -34,13 +34,6 @@ def test_tensors_that_cannot_be_gathered_are_named_on_every_rank(three_ranks):
         assert "[1, 1]" in dimensions
 
 
-def test_broadcast_from_each_rank(three_ranks):
-    for kept in three_ranks:
-        for src, found in enumerate(kept["gathered"]["broadcast"]):
-            assert found["from"] == src
-            assert torch.equal(found["t"], torch.arange(src))
-
-
 def test_log_sync(three_ranks):
     for kept in three_ranks:
         assert kept["gathered"]["nothing"].shape == (3, 0)

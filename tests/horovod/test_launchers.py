@@ -1,9 +1,7 @@
 """Launchers of ranks under Horovod: geartrain, horovodrun, torchrun; and the failure of a rank."""
 
-import json
 import os
 import re
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -14,7 +12,6 @@ from geartrain_testing.launching import Launched, free_port, launched
 
 pytest.importorskip("geartrain_ddp", reason="geartrain-ddp is not installed")
 pytestmark = [pytest.mark.horovod, pytest.mark.timeout(300)]
-HERE = Path(__file__).parent
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 TRAIN = """
 import os, sys
@@ -43,8 +40,7 @@ for number, options in enumerate(fits):
     ours = {"strategy": "horovod", "strategy_options": options}
     if options == "ddp":
         ours = {"strategy": "ddp", "devices": 3}
-    devices, nodes = int(os.environ.get("DEVICES", "1")), int(os.environ.get("NODES", "1"))
-    ours = {"devices": devices, "num_nodes": nodes, **ours}
+    ours = {"devices": int(os.environ.get("DEVICES", "1")), **ours}
     trainer = gt.Trainer(accelerator="cpu", max_epochs=1, enable_progress_bar=False, **ours)
     torch.manual_seed(trainer.global_rank)
     trainer.fit(module, DataLoader(TensorDataset(torch.ones(32, 3)), 4))
@@ -89,23 +85,6 @@ def test_geartrain_starts_the_ranks_and_fits_follow_each_other(folder):
     assert "PLAN 2 × 2 (scale_lr, 2 worker(s))" in logs
 
 
-@pytest.mark.example
-def test_digits_on_two_ranks(tmp_path):
-    """The example digits.py, unchanged, on the real data."""
-    pytest.importorskip(
-        "sklearn", reason="scikit-learn, whose wheel has the digits, is not installed"
-    )
-    digits = str(HERE.parents[1] / "examples" / "digits.py")
-    options = "--strategy horovod --accelerator cpu --devices 2 --max-epochs 10 --seed 1"
-    words = ["fit", digits, *options.split(), "--output", "out"]
-    run = Launched([str(SCRIPTS / "geartrain"), *words], tmp_path)
-    try:
-        run.succeed(200)
-    finally:
-        run.kill()
-    assert json.loads((tmp_path / "out" / "summary.json").read_text())["metrics"]["val_acc"] >= 0.97
-
-
 def test_horovodrun_decides_the_world(folder):
     """Another strategy joins horovodrun's ranks, too."""
     run = horovodrun(folder, "train.py", "ddp", ranks=3, DEVICES="1")
@@ -141,37 +120,3 @@ def test_under_torchrun(folder):
         trained(run.out, 2)
     finally:
         run.kill()
-
-
-def test_two_nodes_started_by_hand(folder):
-    where = {
-        "NODES": "2",
-        "DEVICES": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    with (
-        launched("train.py", "once", folder=folder, name="one", NODE_RANK="1", **where) as other,
-        launched("train.py", "once", folder=folder, name="zero", NODE_RANK="0", **where) as first,
-    ):
-        first.succeed(120)
-        other.succeed(60)
-        trained(first.out + other.out, 2)
-
-
-def test_a_missing_horovod_is_reported_before_anything_starts(folder):
-    """geartrain-horovod is installed and Horovod is not."""
-    (folder / "horovod_is_away.py").write_text(
-        "import sys\nsys.modules['horovod'] = None\nimport runpy\nrunpy.run_path('train.py')\n"
-    )
-    run = subprocess.run(
-        [sys.executable, "horovod_is_away.py"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert run.returncode != 0
-    assert "geartrain-horovod[horovod]" in run.stderr
-    assert "Fix:" in run.stderr

@@ -33,12 +33,8 @@ PAIRS = [
     ("plain", "rest"),
     ("plain", "within"),
     ("not scaled", "within"),
-    ("accumulated and clipped", "within"),
     ("16-mixed", "within"),
-    ("bf16-mixed", "within"),
     ("two optimizers", "within"),
-    ("manual", "within"),
-    ("averaged", "within"),
     ("in groups, in float16", "within"),
     ("horovod's optimizer", "within"),
 ]

@@ -369,10 +369,6 @@ class Gathers(gt.Module):
         self.gathered = {
             what: run.hooks.all_gather(run=run, tensor=tensor) for what, tensor in given.items()
         }
-        self.broadcast = [
-            run.hooks.broadcast(run=run, obj={"from": rank, "t": torch.arange(rank)}, src=src)
-            for src in range(RANKS)
-        ]
         self.nothing = run.hooks.log_sync(run=run, values=torch.zeros(0, dtype=torch.float64))
         self.values = run.hooks.log_sync(
             run=run, values=torch.tensor([rank + 0.1, 1e300], dtype=torch.float64)
@@ -396,7 +392,7 @@ def gather():
     )
     with sends:
         trainer.validate(module, DataLoader(torch.zeros(RANKS, 1), 1))
-    names = ("given", "gathered", "broadcast", "nothing", "values", "errors")
+    names = ("given", "gathered", "nothing", "values", "errors")
     return {**{name: getattr(module, name) for name in names}, "sent": sends.seen}
 
 

@@ -133,8 +133,6 @@ def wait():
         ("fail(KeyError('mine'))", "rank 1 failed: KeyError: 'mine'\nTraceback"),
         ("sys.exit(7)", "rank 1 failed: exit code 7"),
         ("kill(signal.SIGKILL)", "rank 1 was ended by SIGKILL"),
-        ("kill(signal.SIGSEGV)", "rank 1 was ended by SIGSEGV"),
-        ("report(KeyError('mine')); kill(signal.SIGKILL)", "rank 1 failed: KeyError: 'mine'"),
         ("kill(signal.SIGSTOP)", "rank 1 failed: it has been stopped (SIGSTOP) for 0.5 s"),
     ],
 )
@@ -161,19 +159,6 @@ def test_a_rank_that_fails_first_is_named_if_rank_0_then_fails(node, code, said)
         node.fail(RuntimeError(LOST), node.have_ended)
 
 
-def test_a_rank_that_is_slow_to_end_after_its_error_is_named(node):
-    node.start("report(KeyError('mine')); signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SLEEP)
-    with pytest.raises(gt.TrainingError, match="rank 1 failed: KeyError: 'mine'"):
-        node.fail(RuntimeError(LOST))
-
-
-def test_the_late_rank_is_named_by_ranks_that_waited(node):
-    node.start("time.sleep(600)", f"report(RuntimeError({WAITED!r})); mark('ready'); sys.exit(1)")
-    with pytest.raises(gt.TrainingError) as raised:
-        node.fail(RuntimeError(WAITED))
-    assert str(raised.value).startswith(f"rank 1 {LATE} (hung or stopped): rank ")
-
-
 def test_rank_0_is_late_if_all_others_waited(node):
     node.start(f"fail(RuntimeError({WAITED!r}))")
     with pytest.raises(gt.TrainingError) as raised:
@@ -187,14 +172,6 @@ def test_rank_0_is_not_late_if_a_rank_of_another_node_may_be(node):
     node.start(f"fail(RuntimeError({WAITED!r}))", nodes=2)
     with pytest.raises(gt.TrainingError, match=r"^rank 1 failed: RuntimeError: .*Timed out"):
         node.work(wait)
-
-
-def test_a_rank_that_left_is_named(node):
-    node.start("")
-    with pytest.raises(
-        gt.TrainingError, match=r"rank 1 left the program before the run ended \(exit code 0"
-    ):
-        node.fail(RuntimeError(LOST), node.have_ended)
 
 
 def test_the_next_run_of_the_program_is_refused_with_the_reason(node):
@@ -225,12 +202,6 @@ def test_rank_0s_own_error_is_raised_and_the_others_end(node, code):
     with pytest.raises(KeyError, match="mine"):
         node.fail(KeyError("mine"))
     assert node.have_ended()
-
-
-def test_a_rank_that_crashes_because_rank_0_failed_is_not_blamed(node):
-    node.start("mark('ready'); time.sleep(0.3); kill(signal.SIGABRT)")
-    with pytest.raises(KeyError, match="mine"):
-        node.fail(KeyError("mine"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -147,11 +147,10 @@ class Breaks:
             raise ValueError("the plugin's own")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_an_error_is_raised_and_names_rank_and_hook(rank):
+def test_an_error_is_raised_and_names_rank_and_hook():
     with pytest.raises(ValueError, match="the plugin's own") as caught:
-        run_plugin(Breaks(rank))
-    assert f"rank {rank} of 2 raised this" in caught.value.__notes__
+        run_plugin(Breaks(1))
+    assert "rank 1 of 2 raised this" in caught.value.__notes__
     assert "raised in hook 'on_step_end' of Breaks" in caught.value.__notes__
 
 

@@ -258,15 +258,7 @@ class Notes:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
-    "phase",
-    [
-        "setup",
-        "configure_optimizers",
-        "training_step",
-        "validation_step",
-        "on_train_end",
-        "teardown",
-    ],
+    "phase", ["setup", "configure_optimizers", "training_step", "validation_step", "teardown"]
 )
 def test_an_error_on_one_rank_ends_all_and_is_raised_itself(rank, phase):
     class Fails(Net):
@@ -285,9 +277,6 @@ def test_an_error_on_one_rank_ends_all_and_is_raised_itself(rank, phase):
         def validation_step(self, batch, batch_idx):
             self.fail("validation_step")
             return super().validation_step(batch, batch_idx)
-
-        def on_train_end(self):
-            self.fail("on_train_end")
 
         def teardown(self, stage):
             self.fail("teardown")
@@ -310,20 +299,3 @@ def test_an_error_on_one_rank_ends_all_and_is_raised_itself(rank, phase):
         assert {(rank, "KeyError"), (1 - rank, "TrainingError")} <= set(events)
     assert {thread.name for thread in threading.enumerate()}.isdisjoint({"rank-0", "rank-1"})
     trainer.validate(Net(), DataLoader(samples(4)))  # the error does not affect the next run
-
-
-def test_collectives_that_do_not_match_name_the_lines():
-    class Differs(Net):
-        def training_step(self, batch, batch_idx):
-            if self.global_rank:
-                self.trainer.run.hooks.barrier(run=self.trainer.run)
-            else:
-                self.all_gather(batch[0])
-            return super().training_step(batch, batch_idx)
-
-    trainer, _ = on_threads()
-    line = r"\(.*test_thread_ranks\.py:\d+\)"
-    with pytest.raises(
-        gt.TrainingError, match=rf"rank 0 is in .* {line}, and rank 1 in barrier {line}"
-    ):
-        trainer.fit(Differs(), DataLoader(samples(8), batch_size=2))

@@ -53,13 +53,6 @@ def test_each_rank_runs_until_it_meets_the_others_in_the_order_of_ranks(first):
     assert order == [(part, (first + i) % 3) for part in range(3) for i in range(3)]
 
 
-def test_rank_0_is_the_calling_thread():
-    threads = []
-    run(*[lambda turns, rank: threads.append(threading.current_thread())] * 2)
-    assert threads[0] is threading.current_thread()
-    assert threads[1].name == "rank-1"
-
-
 def test_one_rank_meets_itself():
     assert run(lambda turns, rank: turns.exchange(rank, "here", 5)).results == [[5]]
 

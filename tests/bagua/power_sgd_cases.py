@@ -1,7 +1,6 @@
-"""Two ranks train with PowerSGD; each saves its results in ``kept-RANK.pt``."""
+"""Trainings with PowerSGD on two ranks."""
 
 import io
-import os
 from typing import Any
 
 import torch
@@ -111,7 +110,7 @@ CASES = {
 }
 
 
-def main() -> None:
+def train_each_case() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, options in CASES.items():
         algorithm, weights = trained(Counting(**options))
@@ -119,8 +118,4 @@ def main() -> None:
     found["one bucket"] = {"weights": trained(PowerSGD(), bucket_bytes=2**20)[1]}
     found["resumed"] = resumed()
     found["resumed elsewhere"] = resumed(ranks=3)
-    torch.save(found, f"kept-{os.environ['RANK']}.pt")
-
-
-if __name__ == "__main__":
-    main()
+    return found

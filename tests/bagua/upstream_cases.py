@@ -1,9 +1,4 @@
-"""Train the cases with Bagua's test net, data and optimizers on two ranks.
-
-``python upstream_program.py`` runs all cases.
-"""
-
-import os
+"""Train the cases with Bagua's test net, data and optimizers on two ranks."""
 
 import torch
 from torch import nn
@@ -90,25 +85,19 @@ def train(
     return trainer, {name: tensor.clone() for name, tensor in module.layer.state_dict().items()}
 
 
-def main() -> None:
+def train_cases(*names: str, devices: int = 2) -> dict[str, dict[str, torch.Tensor]]:
+    """Train all cases, or those with these names; return the weights of each."""
     from geartrain.strategies import BaguaStrategy
 
     found = {}
-    for case, (algorithm, options, sharded) in CASES.items():
-        if os.environ.get("CASES", case) != case:
-            continue
+    for case in names or CASES:
+        algorithm, options, sharded = CASES[case]
+        strategy = BaguaStrategy(algorithm=algorithm, **options)
         sampler = order() if sharded else order()[0::2]
-        devices = int(os.environ.get("DEVICES", "2"))
-        trainer, weights = train(
-            BaguaStrategy(algorithm=algorithm, **options),
-            devices,
-            sampler,
-            sharded,
-            algorithm == "qadam",
-        )
-        found[case] = weights
-    torch.save(found, f"kept-{trainer.global_rank}.pt")
+        _, found[case] = train(strategy, devices, sampler, sharded, algorithm == "qadam")
+    return found
 
 
-if __name__ == "__main__":
-    main()
+def train_on_one_device(case: str) -> dict[str, dict[str, torch.Tensor]]:
+    """Train a case on one device of each node."""
+    return train_cases(case, devices=1)
