@@ -36,8 +36,6 @@ ROOT = Path(__file__).parents[2]
 SOURCES = [ROOT / "core/src/geartrain", *sorted(ROOT.glob("plugins/*/src/geartrain_*"))]
 #: The running test file, relative to the repository, and the file with the names of failed tests.
 TEST_FILE, FAILED_TESTS = "COVERAGE_TEST_FILE", "MUTATIONS_FAILED_TESTS"
-#: Folders whose test files share one program: the folder is the context of that program.
-SHARING = ("tests/bagua",)
 #: Seconds for pytest to end after a signal, and then for the processes that it has started.
 GRACE = 20.0
 #: One data file per process. The C tracer, because sys.monitoring does not support contexts.
@@ -545,9 +543,8 @@ class Measured:
         for context in {
             self._last(context) for line in lines(mutation) for context in by_line.get(line, ())
         } - {""}:
-            for file in self._size if context in SHARING else [context]:
-                if file.startswith(context) and (ROOT / file).is_file():
-                    sizes[file] = min(self._size[context], sizes.get(file, self._size[context]))
+            if (ROOT / context).is_file():
+                sizes[context] = self._size[context]
         return sorted(sizes, key=lambda file: (sizes[file], self._size[file], file))
 
 
@@ -661,9 +658,7 @@ def pytest_runtest_protocol(item):
         return
     running.switch_context(file)
     running.set_option("run:context", file)  # for forked processes
-    # For programs.
-    shared = (folder for folder in SHARING if file.startswith(f"{folder}/"))
-    os.environ[TEST_FILE] = next(shared, file)
+    os.environ[TEST_FILE] = file  # for programs
     if (servers := sys.modules.get("multiprocessing.forkserver")) is not None:
         # It has the old variables; the next process starts a new server.
         servers._forkserver._stop()
