@@ -13,8 +13,8 @@ pytestmark = pytest.mark.timeout(300)
 class TestDDP(StrategyConformance):
     strategy = "ddp"
     program = "ddp"
-    # tests/ddp/test_faults.py has every phase and signal
-    matrix = r"error_in\[(?!training_step)|signal\[(?!SIGKILL)"
+    # Each needs another program. tests/ddp/test_faults.py has every phase and signal.
+    matrix = r"error_in\[(?!training_step)|signal\[(?!SIGKILL)|one_device|multi_node|key_on"
 
 
 class TestDDPWithOptions(StrategyConformance):

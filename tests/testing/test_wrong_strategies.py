@@ -148,7 +148,7 @@ def test_is_caught_by_exactly_the_cases_about_it(outcomes, name):
 #: Cases that only wrong strategies with their own programs can fail.
 COSTLY = {
     *("test_nothing_is_left", "test_multi_node", "test_unused_parameters_unsupported"),
-    *("test_key_on_one_rank", "test_error_in", "test_signal"),
+    *("test_key_on_one_rank", "test_error_in", "test_signal", "test_three_devices"),
 }
 
 

@@ -63,7 +63,8 @@ class Wrong:
 
 WRONG = {
     # A correct strategy: nothing may fail.
-    "plain": Wrong("plain", {}, f"{SHARED}|three"),
+    "plain": Wrong("plain", {}, SHARED),
+    "plain on three": Wrong("plain", {}, "three", matrix=True),
     # Training.
     "sums": Wrong(
         "sums", {**{EQUAL(name): SUMS for name in COMPARED}, EQUAL("clipping"): WEIGHTS}, TRAINING
@@ -130,6 +131,7 @@ WRONG = {
         "averages-with-a-neighbour",
         {"test_three_devices[every_step]": r"in 80 of 80 steps: step 1: \S+, expected 2;"},
         r"\[sgd\]|three_devices\[every_step\]",
+        matrix=True,
     ),
     "first dtype only": Wrong(
         "first-dtype-only",
