@@ -63,8 +63,9 @@ class Net(gt.Module):
         print("weights", self.net.weight.tolist())
 """
 ERRORS = """
-import json, sys
+import json, sys, torch
 import geartrain as gt
+from geartrain_bagua.minmax_uint8 import compress
 
 def error(**options):
     try:
@@ -78,6 +79,8 @@ found["option"] = error(algorithm="signs", time=2.0)
 found["type"] = error(algorithm="signs", times="twice")
 found["of gradient_allreduce"] = error(times=2.0)
 prefix = "geartrain_bagua.algorithms."
+compress(torch.randn(2, 9))
+found["triton"] = "triton" in sys.modules
 found["imported"] = sorted(name for name in sys.modules if name.startswith(prefix))
 print(json.dumps(found))
 """
@@ -145,6 +148,10 @@ def test_options_are_checked_against_the_algorithm(errors):
 
 def test_only_the_chosen_algorithm_is_imported(errors):
     assert errors["imported"] == ["geartrain_bagua.algorithms.gradient_allreduce"]
+
+
+def test_compression_on_the_cpu_imports_no_triton(errors):
+    assert not errors["triton"]
 
 
 @pytest.mark.end_to_end
