@@ -15,22 +15,31 @@ def caught(raises, kind=gt.UsageError):
     return info.value
 
 
-def test_notes_and_the_fix():
-    error = gt.UsageError("no. Fix: yes")
+def with_note(error):
     error.add_note("said by a plugin")
-    assert panel(error, "geartrain", "-x") == "geartrain: no.\nsaid by a plugin\nFix: yes"
+    return error
 
 
-def test_the_traceback_of_another_rank_stays_in_one_piece():
-    text = "rank 1 failed: x. Fix: y\nTraceback (most recent call last):\n  ..."
-    assert panel(gt.TrainingError(text), "geartrain", "-x") == f"geartrain: {text}"
+def of_itself(error):
+    error.__cause__ = error
+    return error
 
 
-def test_control_characters_are_escaped():
-    assert (
-        panel(gt.UsageError("\x1b[31mred\r\x9b\tok\n"), "geartrain", "-x")
-        == "geartrain: \\x1b[31mred\\r\\x9b\tok\n"
-    )
+OF_A_RANK = "rank 1 failed: x. Fix: y\nTraceback (most recent call last):\n  ..."
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (with_note(gt.UsageError("no. Fix: yes")), "no.\nsaid by a plugin\nFix: yes"),
+        (gt.TrainingError(OF_A_RANK), OF_A_RANK),
+        (gt.UsageError("\x1b[31mred\r\x9b\tok\n"), "\\x1b[31mred\\r\\x9b\tok\n"),
+        (of_itself(gt.UsageError("wrong. Fix: another")), "wrong.\nFix: another"),
+    ],
+    ids=["a note", "traceback of a rank", "control characters", "its own cause"],
+)
+def test_text_of_a_panel(error, shown):
+    assert panel(error, "geartrain", "-x") == f"geartrain: {shown}"
 
 
 def test_frames_of_installed_packages_are_not_the_users():
@@ -60,9 +69,3 @@ def test_packages_that_stand_beside_their_metadata_are_installed(tmp_path, monke
     fail = importlib.import_module("gearpkg.deep").fail
     text = panel(caught(lambda: fail(gt.UsageError("no"))), "geartrain", "-x")
     assert ("deep.py:2: raise error" in text) is not installed
-
-
-def test_an_error_that_is_its_own_cause_has_a_panel():
-    error = gt.UsageError("wrong. Fix: another")
-    error.__cause__ = error
-    assert panel(error, "geartrain", "-x") == "geartrain: wrong.\nFix: another"

@@ -64,15 +64,15 @@ def test_the_trainers_signature_repeats_options_and_arguments():
 )
 def test_whole_numbers_have_a_minimum(name, least):
     assert getattr(options(**{name: least}), name) == least
-    for value in (least - 1, -100, 1.5, 1.0, "2", True, math.nan):
+    for value in (least - 1, 1.0, "2", True):
         refused(name, repr(value), "whole number", f"at least {least}", **{name: value})
 
 
 @pytest.mark.parametrize("name", LIMITS)
 def test_limits_are_numbers_of_batches_or_fractions(name):
-    for value in (None, 0, 1, 1000, 0.0, 0.25, 1.0):
+    for value in (None, 0, 1000, 0.0, 0.25, 1.0):
         assert getattr(options(**{name: value}), name) == value
-    for value in (-1, -0.1, 1.1, 2.0, math.nan, math.inf, True, "1", "all", [1]):
+    for value in (-1, -0.1, 1.1, math.nan, True, "1"):
         refused(name, repr(value), "0.0", "1.0", **{name: value})
 
 
@@ -97,40 +97,44 @@ def test_counting_across_epochs_needs_a_number_of_batches():
         )
 
 
-@pytest.mark.parametrize("value", [0, 0.0, -1, math.nan, "1.0", [1]])
-def test_gradient_clip_val_is_above_zero(value):
-    refused("gradient_clip_val", repr(value), gradient_clip_val=value)
+@pytest.mark.parametrize("value", [None, 1, 0.5, math.inf])
+def test_gradient_clip_val_takes_numbers_and_none(value):
+    assert options(gradient_clip_val=value).gradient_clip_val == value
 
 
-def test_gradient_clip_val_takes_numbers_and_none():
-    assert [options(gradient_clip_val=v).gradient_clip_val for v in (None, 1, 0.5, math.inf)] == [
-        None,
-        1,
-        0.5,
-        math.inf,
-    ]
-
-
-@pytest.mark.parametrize("value", ["Norm", "l2", None, 2])
-def test_gradient_clip_algorithm_is_norm_or_value(value):
-    refused(
-        "gradient_clip_algorithm", repr(value), "'norm' or 'value'", gradient_clip_algorithm=value
-    )
-
-
-@pytest.mark.parametrize("value", ["yes", None, 2])
-def test_deterministic_is_true_false_or_warn(value):
-    refused("deterministic", repr(value), "'warn'", deterministic=value)
-
-
-@pytest.mark.parametrize("value", ["yes", None, -1, 2.5])
-def test_fast_dev_run_is_true_false_or_a_number_of_batches(value):
-    refused("fast_dev_run", repr(value), fast_dev_run=value)
-
-
-@pytest.mark.parametrize("value", [-1, 2**32, "7", 1.5])
-def test_seed_is_in_numpys_range(value):
-    refused("seed", repr(value), seed=value)
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"gradient_clip_val": 0}, "gradient_clip_val=0"),
+        ({"gradient_clip_val": -1}, "gradient_clip_val=-1"),
+        ({"gradient_clip_val": math.nan}, "gradient_clip_val=nan"),
+        ({"gradient_clip_val": "1.0"}, "gradient_clip_val='1.0'"),
+        ({"gradient_clip_algorithm": "Norm"}, "gradient_clip_algorithm='Norm'"),
+        ({"gradient_clip_algorithm": None}, "'norm' or 'value'"),
+        ({"deterministic": "yes"}, "deterministic='yes'"),
+        ({"deterministic": 2}, "'warn'"),
+        ({"fast_dev_run": "yes"}, "fast_dev_run='yes'"),
+        ({"fast_dev_run": None}, "fast_dev_run=None"),
+        ({"fast_dev_run": -1}, "fast_dev_run=-1"),
+        ({"seed": -1}, "seed=-1"),
+        ({"seed": 2**32}, f"seed={2**32}"),
+        ({"seed": 1.5}, "seed=1.5"),
+        ({"inference_mode": "yes"}, "inference_mode='yes'"),
+        ({"detect_anomaly": "yes"}, "True or False"),
+        ({"sync_batchnorm": "yes"}, "True or False"),
+        ({"overfit_batches": 1.5}, "overfit_batches="),
+        ({"overfit_batches": True}, "overfit_batches="),
+        ({"overfit_batches": 1, "limit_train_batches": 2}, "limit_train_batches"),
+        ({"overfit_batches": 1, "limit_val_batches": 2}, "Fix: give one"),
+        ({"min_epochs": 2000}, "min_epochs=2000 is more than max_epochs=1000"),
+        ({"val_check_interval": "30s"}, "val_check_interval='30s'"),
+        ({"val_check_interval": "00:00:00:00"}, "Fix: "),
+        ({"val_check_interval": {"hors": 1}}, "Fix: "),
+        ({"val_check_interval": timedelta(0)}, "Fix: "),
+    ],
+)
+def test_wrong_values_are_refused(given, words):
+    refused(next(iter(given)), words, **given)
 
 
 # --- options that follow from others --------------------------------------------------------------
@@ -164,22 +168,9 @@ def test_fast_dev_run_limits_everything(given, tries):
     assert (made.val_check_interval, made.num_sanity_val_steps) == (1.0, 0)
 
 
-def test_fast_dev_run_writes_nothing(tmp_path):
-    trainer = gt.Trainer(
-        accelerator="cpu", fast_dev_run=True, output=tmp_path / "run", enable_progress_bar=False
-    )
-    assert trainer.output is None
-
-
-@pytest.mark.parametrize(
-    ("stage", "name"), list(zip(["train", "validate", "test", "predict"], LIMITS, strict=True))
-)
-def test_each_stage_has_its_own_limit(stage, name):
-    made = options(**{name: 3})
-    assert made.limit(stage) == 3
-    assert [
-        made.limit(other) for other in ("train", "validate", "test", "predict") if other != stage
-    ] == [None] * 3
+def test_each_stage_has_its_own_limit():
+    made = options(**{name: number for number, name in enumerate(LIMITS)})
+    assert [made.limit(stage) for stage in ("train", "validate", "test", "predict")] == [0, 1, 2, 3]
 
 
 def test_sanity_check_is_limited_by_its_own_steps():
@@ -193,10 +184,6 @@ def test_the_least_is_not_more_than_the_most(unit):
     assert getattr(options(**{f"min_{unit}": 5000, f"max_{unit}": -1}), f"min_{unit}") == 5000
     refused(f"min_{unit}=4 is more than max_{unit}=3", **{f"min_{unit}": 4, f"max_{unit}": 3})
     refused(f"min_{unit}=-1", **{f"min_{unit}": -1})
-
-
-def test_the_default_of_max_epochs_counts_too():
-    refused("min_epochs=2000 is more than max_epochs=1000", min_epochs=2000)
 
 
 @pytest.mark.parametrize(
@@ -218,19 +205,9 @@ def test_text_of_the_command_line_may_be_a_number(given, read):
     assert (found, type(found)) == (read, type(read))
 
 
-@pytest.mark.parametrize("given", ["30s", "", "1:00", "00:00:00:00", {"hors": 1}, timedelta(0)])
-def test_a_wrong_time_between_validations_is_refused(given):
-    refused("val_check_interval=", "Fix: ", val_check_interval=given)
-
-
 def test_a_time_in_the_plan_is_text():
     made = gt.Trainer(devices=1, val_check_interval={"hours": 2}, enable_progress_bar=False)
     assert json.loads(json.dumps(made.plan.as_dict()))["options"]["val_check_interval"] == "2:00:00"
-
-
-@pytest.mark.parametrize("name", ["limit_train_batches", "limit_val_batches"])
-def test_overfit_batches_excludes_the_limits_of_the_same_batches(name):
-    refused("overfit_batches", name, "Fix: give one", overfit_batches=1, **{name: 2})
 
 
 def test_overfit_batches_limits_training_and_validation():
@@ -238,18 +215,11 @@ def test_overfit_batches_limits_training_and_validation():
     stages = ("train", "validate", "test", "predict")
     assert [made.limit(stage) for stage in stages] == [2, 2, 9, None]
     assert options(overfit_batches=0.0).limit("train") is None
-    for wrong in (-1, 1.5, True):
-        refused("overfit_batches=", overfit_batches=wrong)
 
 
 def test_fast_dev_run_needs_no_other_limits():
     made = options(fast_dev_run=2, overfit_batches=1, min_epochs=5, min_steps=9)
     assert (made.min_epochs, made.min_steps, made.overfit_batches) == (None, None, 0.0)
-
-
-@pytest.mark.parametrize("name", ["inference_mode", "detect_anomaly", "sync_batchnorm"])
-def test_a_switch_is_true_or_false(name):
-    refused(f"{name}='yes'", "True or False", **{name: "yes"})
 
 
 # --- names ----------------------------------------------------------------------------------------
@@ -259,15 +229,8 @@ def test_a_switch_is_true_or_false(name):
     ("old", "new"),
     [
         ("gpus", "devices="),
-        ("num_processes", "devices="),
-        ("distributed_backend", "strategy="),
-        ("replace_sampler_ddp", "use_distributed_sampler="),
         ("auto_select_gpus", "find_usable_cuda_devices"),
-        ("default_root_dir", "output="),
         ("enable_checkpointing", "ModelCheckpoint"),
-        ("checkpoint_callback", "ModelCheckpoint"),
-        ("logger", "plugins="),
-        ("progress_bar_refresh_rate", "enable_progress_bar="),
         ("resume_from_checkpoint", "ckpt_path="),
         ("tpu_cores", "TPU"),
     ],
@@ -291,19 +254,9 @@ def test_no_argument_is_called_renamed():
     assert not set(OF_TRAINER_CALL) & set(inspect.signature(gt.Trainer).parameters)
 
 
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
-        ("max_epoch", "max_epochs"),
-        ("Devices", "devices"),
-        ("stratgy", "strategy"),
-        ("acumulate_grad_batches", "accum"),
-    ],
-)
+@pytest.mark.parametrize(("typed", "meant"), [("max_epoch", "max_epochs"), ("Devices", "devices")])
 def test_misspelling_gets_the_nearest_argument(typed, meant):
-    given = {"accelerator": "cpu", typed: 1}
-    with pytest.raises(UsageError, match=f"'{typed}'.*Did you mean '{meant}"):
-        gt.Trainer(**given)
+    refused(f"'{typed}'", f"Did you mean '{meant}", **{typed: 1})
 
 
 @pytest.mark.parametrize("typed", ["retrun", "unknwon", "slef"])
@@ -312,8 +265,3 @@ def test_only_arguments_are_suggested(typed):
     assert not any(
         f"{name!r}?" in message or f" {name}," in message for name in ("return", "unknown", "self")
     )
-
-
-def test_arguments_are_named_never_positional():
-    with pytest.raises(TypeError):
-        gt.Trainer("cpu")

@@ -88,15 +88,11 @@ def test_gpu_takes_cuda_or_mps_and_nothing_else(dists):
     assert "fake_geartrain_npu" not in sys.modules
 
 
-def test_gpu_that_is_installed_and_unusable_is_an_error_with_the_reason(dists):
+@pytest.mark.parametrize("accelerator", ["gpu", "CUDA"])
+def test_an_accelerator_that_is_unusable_is_an_error_with_the_reason(dists, accelerator):
     dists.accelerator("cuda", unavailable="NVML: driver not loaded")
-    refused("geartrain-cuda[cuda]", "NVML: driver not loaded", accelerator="gpu")
+    refused("geartrain-cuda[cuda]", "NVML: driver not loaded", accelerator=accelerator)
     assert plan(accelerator="auto").accelerator.name == "cpu"
-
-
-def test_named_accelerator_that_is_unusable_is_an_error_with_the_reason(dists):
-    dists.accelerator("cuda", unavailable="NVML: driver not loaded")
-    refused("geartrain-cuda[cuda]", "NVML: driver not loaded", accelerator="CUDA")
 
 
 def test_named_accelerator_imports_no_other(dists):
@@ -105,7 +101,7 @@ def test_named_accelerator_imports_no_other(dists):
     assert "fake_acme_broken" not in sys.modules
 
 
-@pytest.mark.parametrize("name", ["ddp", "DDP", "single", "horovod"])
+@pytest.mark.parametrize("name", ["DDP", "single"])
 def test_strategy_given_as_accelerator(name):
     refused(name, "is a strategy", f"--strategy {name}", accelerator=name)
 
@@ -175,49 +171,31 @@ def chip(priority="50", unavailable="return None", count="return 1"):
     return CHIP.format(priority=priority, unavailable=unavailable, count=count)
 
 
-#: Fault -> an accelerator's source, words of the reason.
-NONSENSE = {
-    "unavailable raises": (
-        chip(unavailable="raise OSError('no bus')"),
-        ["unavailable() raised OSError: no bus"],
-    ),
-    "unavailable exits": (
-        chip(unavailable="raise SystemExit(3)"),
-        ["unavailable() raised SystemExit: 3"],
-    ),
-    "unavailable is False": (
-        chip(unavailable="return False"),
-        ["unavailable() returned False", "neither None nor a reason"],
-    ),
-    "unavailable is True": (chip(unavailable="return True"), ["unavailable() returned True"]),
-    "unavailable is empty": (chip(unavailable="return ''"), ["unavailable() returned ''"]),
-    "count raises": (chip(count="1 / 0"), ["device_count() raised ZeroDivisionError"]),
-    "no device though usable": (
-        chip(count="return 0"),
-        ["device_count() returned 0", "though unavailable() returned None"],
-    ),
-    "negative count": (chip(count="return -1"), ["device_count() returned -1"]),
-    "count is True": (chip(count="return True"), ["device_count() returned True"]),
-    "count is None": (chip(count="return None"), ["device_count() returned None"]),
-    "count is a float": (chip(count="return 2.0"), ["device_count() returned 2.0"]),
-    "count is text": (chip(count="return '2'"), ["device_count() returned '2'"]),
-    "priority is text": (chip(priority="'high'"), ["priority is 'high'"]),
-    "priority is None": (chip(priority="None"), ["priority is None"]),
-    "priority is True": (chip(priority="True"), ["priority is True"]),
-    "priority is NaN": (chip(priority="float('nan')"), ["priority is nan"]),
-    "no priority": (chip().replace("priority", "prioritet"), ["has no priority"]),
-    "nothing at all": ("class Chip: ...\n", ["has no priority, unavailable, device_count"]),
-}
-
-
-@pytest.mark.parametrize(("source", "words"), list(NONSENSE.values()), ids=list(NONSENSE))
-def test_accelerator_that_answers_nonsense(dists, source, words):
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ({"unavailable": "raise OSError('no bus')"}, "unavailable() raised OSError: no bus"),
+        ({"unavailable": "raise SystemExit(3)"}, "unavailable() raised SystemExit: 3"),
+        ({"unavailable": "return False"}, "returned False, which is neither None nor a reason"),
+        ({"unavailable": "return ''"}, "unavailable() returned ''"),
+        ({"count": "1 / 0"}, "device_count() raised ZeroDivisionError"),
+        ({"count": "return 0"}, "above 0, though unavailable() returned None"),
+        ({"count": "return True"}, "device_count() returned True"),
+        ({"count": "return '2'"}, "device_count() returned '2'"),
+        ({"priority": "'high'"}, "priority is 'high'"),
+        ({"priority": "True"}, "priority is True"),
+        ({"priority": "float('nan')"}, "priority is nan"),
+        (None, "has no priority, unavailable, device_count"),
+    ],
+)
+def test_accelerator_that_answers_nonsense(dists, fault, words):
     """By name it is an error with its label; ``auto`` passes it over with the same reason."""
+    source = "class Chip: ...\n" if fault is None else chip(**fault)
     dists.add("acme-chip", source, accelerators={"npu": "Chip"})
-    refused("acme-chip[npu]: ", *words, accelerator="npu")
+    refused("acme-chip[npu]: ", words, accelerator="npu")
     made = plan()
     assert made.accelerator.name == "cpu"
-    for word in ("failed: ", *words):
+    for word in ("failed: ", words):
         assert word in made.passed_over["acme-chip[npu]"]
 
 
@@ -277,16 +255,6 @@ def test_slow_probe_is_named(dists, monkeypatch):
         registry.probe(registry.find("accelerator", "npu"))
 
 
-def test_unusable_one_is_not_asked_for_its_devices(dists):
-    dists.add(
-        "acme-chip",
-        chip(unavailable="return 'no driver'", count="1 / 0"),
-        accelerators={"npu": "Chip"},
-    )
-    refused("acme-chip[npu] cannot be used here: no driver", accelerator="npu")
-    assert plan().passed_over["acme-chip[npu]"] == "unavailable: no driver"
-
-
 def test_ctrl_c_while_asking_is_no_answer(dists):
     dists.add(
         "acme-chip", chip(unavailable="raise KeyboardInterrupt"), accelerators={"npu": "Chip"}
@@ -310,7 +278,6 @@ def test_assumed_accelerator_is_not_asked_but_must_be_comparable(dists):
     ("priorities", "best", "says"),
     [
         ({"b": 5, "a": 5}, "a", {"b": "priority 5 is not above a's 5"}),
-        ({"b": 5, "a": 4}, "b", {"a": "priority 4 is not above b's 5"}),
         ({"b": 5.5, "a": 5}, "b", {"a": "priority 5 is not above b's 5.5"}),
         (
             {"a": -1, "b": -2},
@@ -319,7 +286,6 @@ def test_assumed_accelerator_is_not_asked_but_must_be_comparable(dists):
         ),
         ({"a": 0}, "a", {"cpu": "0 is not above a's 0"}),
         ({"z": 0}, "cpu", {"z": "0 is not above cpu's 0"}),
-        ({"a": 7, "c": 9, "b": 9}, "b", {"a": "7 is not above b's 9", "c": "9 is not above b's 9"}),
     ],
 )
 def test_highest_priority_wins_and_names_break_ties(dists, priorities, best, says):
@@ -334,26 +300,20 @@ def test_highest_priority_wins_and_names_break_ties(dists, priorities, best, say
     assert "highest priority" in made.accelerator.reason
 
 
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        (
-            "import absent_driver",
-            "ModuleNotFoundError: No module named 'absent_driver'. "
-            "Fix: use another version of geartrain-npu",
-        ),
-    ],
-)
-def test_broken_accelerator_that_auto_skips_is_warned_of(dists, source, words):
-    dists.add("geartrain-npu", source, accelerators={"npu": "Chip"})
+def test_broken_accelerator_that_auto_skips_is_warned_of(dists):
+    dists.add("geartrain-npu", "import absent_driver", accelerators={"npu": "Chip"})
     with pytest.warns(UserWarning, match="is not used") as caught:
         made = plan()
     assert made.accelerator.label == "geartrain[cpu]"
     (message,) = [
         str(one.message) for one in caught if "geartrain-npu[npu] is not used: " in str(one.message)
     ]
-    assert words in message
-    assert "--block geartrain-npu[npu]" in message
+    for words in (
+        "ModuleNotFoundError: No module named 'absent_driver'. "
+        "Fix: use another version of geartrain-npu",
+        "--block geartrain-npu[npu]",
+    ):
+        assert words in message
     assert made.passed_over["geartrain-npu[npu]"].startswith("failed: ")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -400,28 +360,19 @@ def test_second_claim_of_a_name_of_ours_changes_nothing_and_is_warned_of(dists):
 SEEN = {"cuda": "2 NVIDIA GPUs", "mps": "an Apple GPU"}
 
 
-@pytest.mark.parametrize("name", ["cuda", "mps"])
-def test_auto_names_the_plugin_that_this_machine_lacks(dists, monkeypatch, name):
-    monkeypatch.setattr("geartrain.planning.selection.visible", lambda: {name: SEEN[name]})
+def test_auto_names_the_plugin_that_this_machine_lacks(dists, monkeypatch):
+    monkeypatch.setattr("geartrain.planning.selection.visible", lambda: {"cuda": SEEN["cuda"]})
+    label, fix = "geartrain-cuda[cuda]", "Fix: pip install geartrain-cuda"
+    expected = f"not installed, though this machine has {SEEN['cuda']}. {fix}"
     made = plan(devices=1)
     assert made.accelerator.name == "cpu"
-    expected = (
-        f"not installed, though this machine has {SEEN[name]}. Fix: pip install geartrain-{name}"
-    )
-    assert made.passed_over == {f"geartrain-{name}[{name}]": expected}
-    refused(
-        f"geartrain-{name}[{name}]",
-        SEEN[name],
-        f"Fix: pip install geartrain-{name}",
-        accelerator="gpu",
-    )
+    assert made.passed_over == {label: expected}
+    refused(label, SEEN["cuda"], fix, accelerator="gpu")
     assert plan(accelerator="cpu").passed_over == {}
     dists.accelerator("npu", priority=99)
-    assert (
-        plan(devices=1).passed_over[f"geartrain-{name}[{name}]"] == expected
-    )  # also if another is usable
-    dists.accelerator(name, unavailable="no driver")
-    assert plan(devices=1).passed_over[f"geartrain-{name}[{name}]"] == "unavailable: no driver"
+    assert plan(devices=1).passed_over[label] == expected  # also if another is usable
+    dists.accelerator("cuda", unavailable="no driver", count="1 / 0")  # its devices are not counted
+    assert plan(devices=1).passed_over[label] == "unavailable: no driver"
 
 
 def test_gpu_with_one_of_two_installed(dists, monkeypatch):
@@ -435,27 +386,10 @@ def test_gpu_with_one_of_two_installed(dists, monkeypatch):
     assert "pip install geartrain-mps" not in error
 
 
-@pytest.mark.parametrize(
-    ("typed", "words"),
-    [
-        ("cuda", ["pip install geartrain-cuda"]),
-        ("MPS", ["pip install geartrain-mps"]),
-        ("cdua", ["'cuda'"]),
-        ("mpss", ["'mps'"]),
-        ("cpuu", ["'cpu'"]),
-        ("npo", ["'npu'"]),
-        ("tpu", ["no geartrain distribution provides it", "npu"]),
-    ],
-)
-def test_accelerator_that_does_not_exist(dists, typed, words):
-    dists.accelerator("npu")
-    refused(*words, accelerator=typed)
-
-
 # --- assumed hardware -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("accelerator", ["cuda", "gpu", "auto"])
+@pytest.mark.parametrize("accelerator", ["gpu", "auto"])
 def test_assumed_hardware_is_planned_for_without_being_asked(dists, accelerator):
     dists.accelerator("cuda", priority=30, unavailable="NVML: driver not loaded", count=0)
     dists.strategy("ddp")
@@ -470,9 +404,8 @@ def test_trainer_of_assumed_hardware_runs_nothing(dists):
         planned(accelerator="cuda", devices=1, assume={"cuda": 8}).fit(Net(), [1])
 
 
-@pytest.mark.parametrize("accelerator", ["cuda", "auto"])
-def test_assumed_accelerator_must_be_installed(accelerator):
-    refused("pip install geartrain-cuda", accelerator=accelerator, assume={"cuda": 8})
+def test_assumed_accelerator_must_be_installed():
+    refused("pip install geartrain-cuda", accelerator="auto", assume={"cuda": 8})
 
 
 # --- strategy -------------------------------------------------------------------------------------
@@ -553,14 +486,12 @@ def test_single_refuses_several(options):
     refused("geartrain[single]", "devices=1", accelerator="cpu", strategy="single", **options)
 
 
-@pytest.mark.parametrize("rubbish", [None, 2, (2, 1), {"processes_per_node": 2}, Layout, "2"])
+@pytest.mark.parametrize("rubbish", [None, (2, 1), Layout])
 def test_plan_processes_must_return_a_layout(rubbish):
     refused("Plans", "plan_processes", "Layout", accelerator="cpu", strategy=Plans(rubbish))
 
 
-@pytest.mark.parametrize(
-    "numbers", [(0, 1), (-1, 1), ("2", 1), (True, 1), (1.5, 1), (1, 0), (None, 0), (1, None)]
-)
+@pytest.mark.parametrize("numbers", [(0, 1), ("2", 1), (True, 1), (1, 0), (1, None)])
 def test_layout_is_of_whole_numbers_above_zero(numbers):
     class Strategy:
         @hookimpl
@@ -570,7 +501,7 @@ def test_layout_is_of_whole_numbers_above_zero(numbers):
     refused("Layout", accelerator="cpu", strategy=Strategy())
 
 
-@pytest.mark.parametrize("num_nodes", [0, -1, True, 1.0, "2", None])
+@pytest.mark.parametrize("num_nodes", [0, True, "2"])
 def test_num_nodes_is_a_whole_number_above_zero(num_nodes):
     refused("num_nodes", repr(num_nodes), accelerator="cpu", num_nodes=num_nodes)
 
@@ -647,17 +578,17 @@ def test_plan_is_frozen():
     assert made.loader_batch_size is None
 
 
-SHORT = {
-    "16-mixed": [16, "16"],
-    "bf16-mixed": ["bf16", "BF16"],
-    "32-true": [32, "32"],
-    "64-true": [64, "64"],
-    "bf16-true": [],
-}
-
-
 @pytest.mark.parametrize(
-    ("given", "name"), [(given, name) for name, short in SHORT.items() for given in (name, *short)]
+    ("given", "name"),
+    [
+        ("16-mixed", "16-mixed"),
+        (16, "16-mixed"),
+        ("BF16", "bf16-mixed"),
+        ("32-true", "32-true"),
+        (32, "32-true"),
+        ("64", "64-true"),
+        ("bf16-true", "bf16-true"),
+    ],
 )
 def test_precision_by_its_name_and_in_short(given, name):
     made = planned(accelerator="cpu", precision=given)
@@ -667,9 +598,7 @@ def test_precision_by_its_name_and_in_short(given, name):
     )
 
 
-@pytest.mark.parametrize(
-    "given", ["16-true", "fp16", "8", 8, "mixed", "", None, True, 16.0, 32.5, ["16"], torch.float16]
-)
+@pytest.mark.parametrize("given", ["16-true", 8, None, True, 16.0, ["16"], torch.float16])
 def test_an_unknown_precision_is_refused(given):
     refused(f"precision={given!r}", "is not known", "32-true", precision=given)
 
@@ -726,23 +655,8 @@ def test_check_plan_sees_the_whole_plan():
 
 
 def test_select_devices_without_indices_is_refused():
-    class Processes:
-        priority, indexed = 1, False
-
-        def unavailable(self):
-            return None
-
-        def device_count(self):
-            return 1
-
-        def select_devices(self, devices, indices):
-            return indices
-
-        @hookimpl
-        def setup_device(self):
-            raise AssertionError
-
+    processes = type("Processes", (CPUAccelerator,), {"select_devices": lambda *_: [0]})
     with pytest.raises(
         UsageError, match="Processes: indexed = False and select_devices contradict each other"
     ):
-        planned(accelerator=Processes(), devices=8)
+        planned(accelerator=processes(), devices=8)

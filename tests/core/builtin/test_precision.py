@@ -74,16 +74,13 @@ def by_hand_mixed(module, batches, dtype, optimizer=SGD, clip=None, window=1):
 # --- *-true ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", [SGD, ADAM])
-@pytest.mark.parametrize("precision", TRUE)
+@pytest.mark.parametrize(("precision", "optimizer"), [("64-true", ADAM), ("bf16-true", SGD)])
 def test_true_precision_equals_a_loop_written_by_hand_in_that_dtype(precision, optimizer):
     dtype, net = TRUE[precision], Net(optimizer)
     expected = by_hand(copy.deepcopy(net).to(dtype), cast(loader(), dtype), optimizer)
-    plain = by_hand(net, loader(), optimizer).to(dtype)
     fit(net, precision=precision)
     assert {p.dtype for p in net.parameters()} == {dtype}
     assert_equal(net, expected)
-    assert differ(net, plain)
 
 
 class Looking(EvalNet):
@@ -116,19 +113,27 @@ class Looking(EvalNet):
         return self(batch[0])
 
 
-@pytest.mark.parametrize("precision", TRUE)
-def test_batches_outputs_and_new_tensors_have_the_dtype_in_every_stage(precision):
-    dtype, net = TRUE[precision], Looking()
-    one = trainer(precision=precision)
+@pytest.mark.parametrize(
+    ("precision", "of_batch", "of_output", "made"),
+    [
+        ("64-true", torch.float64, torch.float64, torch.float64),
+        ("bf16-mixed", torch.float32, torch.bfloat16, torch.float32),
+        ("16-mixed", torch.float32, torch.float16, torch.float32),
+    ],
+)
+def test_batches_outputs_and_new_tensors_have_the_dtype_in_every_stage(
+    precision, of_batch, of_output, made
+):
+    net, one = Looking(), trainer(precision=precision)
     one.fit(net, loader(), loader())
-    one.validate(net, loader())
     one.test(net, loader())
     outputs = one.predict(net, loader())
     assert net.dtypes == {
-        stage: {(dtype, dtype, dtype)} for stage in ("train", "validate", "test", "predict")
+        stage: {(of_batch, of_output, made)} for stage in ("train", "validate", "test", "predict")
     }
-    assert {output.dtype for output in outputs} == {dtype}
+    assert {output.dtype for output in outputs} == {of_output}
     assert torch.get_default_dtype() == torch.float32
+    assert not torch.is_autocast_enabled("cpu")
 
 
 Pair = namedtuple("Pair", "x y")
@@ -212,10 +217,15 @@ def test_prefetching_batches_are_closed_with_those_that_are_cast():
 # --- *-mixed --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("window", [1, 4])
-@pytest.mark.parametrize("clip", [None, LIMIT])
-@pytest.mark.parametrize("optimizer", [SGD, ADAM])
-@pytest.mark.parametrize("precision", MIXED)
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "clip", "window"),
+    [
+        ("16-mixed", SGD, LIMIT, 1),
+        ("16-mixed", ADAM, None, 4),
+        ("16-mixed", ADAM, LIMIT, 4),
+        ("bf16-mixed", SGD, LIMIT, 4),
+    ],
+)
 def test_mixed_precision_equals_a_loop_written_by_hand(precision, optimizer, clip, window):
     net = Net(optimizer)
     expected, _ = by_hand_mixed(net, loader(), MIXED[precision], optimizer, clip, window)
@@ -226,21 +236,6 @@ def test_mixed_precision_equals_a_loop_written_by_hand(precision, optimizer, cli
     assert {p.dtype for p in net.parameters()} == {torch.float32}
     assert differ(net, plain)
     assert clip is None or differ(net, unclipped)
-
-
-@pytest.mark.parametrize("precision", MIXED)
-def test_every_stage_runs_under_autocast(precision):
-    dtype, net = MIXED[precision], Looking()
-    one = trainer(precision=precision)
-    one.fit(net, loader(), loader())
-    one.validate(net, loader())
-    one.test(net, loader())
-    one.predict(net, loader())
-    assert net.dtypes == {
-        stage: {(torch.float32, dtype, torch.float32)}
-        for stage in ("train", "validate", "test", "predict")
-    }
-    assert not torch.is_autocast_enabled("cpu")
 
 
 class Watch:
@@ -307,17 +302,9 @@ class Overflowing(Gentle):
         ]
 
 
-OPTIMIZERS = {
-    "sgd": SGD,
-    "adam": ADAM,
-    "sgd, fused": partial(torch.optim.SGD, lr=0.1, fused=True),
-    "adam, fused": partial(torch.optim.Adam, lr=0.01, fused=True),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_step_that_overflows_changes_nothing_is_counted_and_schedulers_wait(name):
-    net, seen = Overflowing({1, 3}, OPTIMIZERS[name]), Loggers()
+@pytest.mark.parametrize("optimizer", [ADAM, partial(torch.optim.Adam, lr=0.01, fused=True)])
+def test_a_step_that_overflows_changes_nothing_is_counted_and_schedulers_wait(optimizer):
+    net, seen = Overflowing({1, 3}, optimizer), Loggers()
     one = fit(net, precision="16-mixed", plugins=[seen])
     assert net.moved() == [True, False, True, False, True, True]
     assert net.schedule.last_epoch == 4  # a scheduler steps only where its optimizer did
@@ -337,28 +324,6 @@ def test_skipped_steps_are_counted_for_each_epoch_and_no_skip_is_zero():
     fine = fit(Overflowing(()), precision="16-mixed")
     assert fine.callback_metrics["skipped_steps"] == 0
     assert "skipped_steps" not in fit(Net(), precision="bf16-mixed").callback_metrics
-
-
-def test_the_scale_falls_until_gradients_fit():
-    """The first scale is 65536; a gradient of 30000 overflows float16 until it is 2."""
-
-    class Steep(gt.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(1, 1, bias=False)
-            nn.init.ones_(self.layer.weight)
-
-        def training_step(self, batch, batch_idx):
-            return self.layer(batch).sum() * 30000.0
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=1e-6)
-
-    net, batches = Steep(), [torch.ones(1, 1)] * 20
-    one = trainer(precision="16-mixed")
-    one.fit(net, batches)
-    assert one.callback_metrics["skipped_steps"] == 15
-    assert net.layer.weight.item() == pytest.approx(1 - 5 * 30000 * 1e-6, rel=1e-3)
 
 
 class Two(gt.Module):

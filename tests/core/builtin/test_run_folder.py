@@ -51,18 +51,17 @@ class Logs(EvalNet):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("logs", [True, False])
-def test_a_folder_that_the_user_removes_during_the_run_is_made_again_with_a_warning(tmp_path, logs):
-    class Removes(Logs if logs else Net):
+def test_a_folder_that_the_user_removes_during_the_run_is_made_again_with_a_warning(tmp_path):
+    class Removes(Logs):
         def on_train_epoch_start(self):
             if self.trainer.current_epoch == 1:
                 shutil.rmtree(tmp_path)
 
     with pytest.warns(UserWarning, match=r"metrics\.jsonl was removed or moved during the run"):
-        fit(Removes(), output=tmp_path, max_epochs=3)
+        fit(Removes(), output=tmp_path, max_epochs=2)
     assert {"plan.json", "metrics.jsonl", "summary.json", "last.ckpt"} <= {*os.listdir(tmp_path)}
     assert read(tmp_path / "summary.json")["status"] == "done"
-    assert [one["epoch"] for one in lines(tmp_path / "metrics.jsonl")] == [1, 2] * logs
+    assert [one["epoch"] for one in lines(tmp_path / "metrics.jsonl")] == [1]
 
 
 # --- contents -------------------------------------------------------------------------------------
@@ -94,26 +93,11 @@ def test_the_plan_has_the_batch_size_of_a_loader_that_the_module_made(tmp_path):
 def test_a_run_writes_plan_metrics_summary_and_checkpoint(tmp_path):
     folder = tmp_path / "new" / "run"
     one = fit(Logs(), val=loader(), output=str(folder), max_epochs=2, log_every_n_steps=4)
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "last.ckpt",
-        "metrics.jsonl",
-        "plan.json",
-        "summary.json",
-    ]
+    files = ["last.ckpt", "metrics.jsonl", "plan.json", "summary.json"]
+    assert sorted(os.listdir(folder)) == files
 
     plan = read(folder / "plan.json")
     assert plan == json.loads(json.dumps(one.plan.as_dict()))
-    assert {
-        "accelerator",
-        "devices",
-        "strategy",
-        "processes",
-        "nodes",
-        "precision",
-        "batch_size",
-        "plugins",
-    } <= plan.keys()
-    assert plan["accelerator"]["name"] == "cpu"
     assert plan["batch_size"] == {"per_device": 4, "global": 4}
 
     metrics = lines(folder / "metrics.jsonl")
@@ -123,12 +107,8 @@ def test_a_run_writes_plan_metrics_summary_and_checkpoint(tmp_path):
     assert not any("hidden" in line for line in metrics)
 
     summary = read(folder / "summary.json")
-    assert {name: summary[name] for name in ("status", "command", "steps", "epochs")} == {
-        "status": "done",
-        "command": "fit",
-        "steps": 12,
-        "epochs": 2,
-    }
+    expected = {"status": "done", "command": "fit", "steps": 12, "epochs": 2}
+    assert expected.items() <= summary.items()
     assert summary["metrics"] == one.callback_metrics
     assert 0 <= summary["seconds"] < 60
 
@@ -165,10 +145,7 @@ def test_the_summary_of_a_run_that_did_not_finish(tmp_path, error, status):
     assert (summary["status"], summary["steps"], summary["epochs"]) == (status, 8, 1)
     assert type(error).__name__ in summary["error"]
     assert set(summary["metrics"]) == {"loss", "hidden", "val_loss"}
-    assert set(torch.load(tmp_path / "last.ckpt", weights_only=True)) >= {
-        "model",
-        "step",
-    }  # the first epoch's
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["step"] == 6  # the first epoch's
 
 
 def test_several_commands_of_one_trainer_share_the_folder(tmp_path):
@@ -242,19 +219,12 @@ def test_a_folder_that_another_run_uses_is_refused(tmp_path):
     )  # the other run has ended
 
 
-@pytest.mark.parametrize("with_function", [False, True])
-def test_a_session_uses_its_folder_until_it_is_closed(tmp_path, with_function):
-    def train(session):
-        with pytest.raises(UsageError, match="another run uses"):
-            fit(output=tmp_path)
-
+def test_a_session_uses_its_folder_until_it_is_closed(tmp_path):
     session = Session(output=tmp_path)
-    if with_function:
-        session.launch(train)
-    else:
-        session.launch()
-        train(session)
-        session.close()
+    session.launch()
+    with pytest.raises(UsageError, match="another run uses"):
+        fit(output=tmp_path)
+    session.close()
     with pytest.raises(UsageError, match="already contains a run"):
         fit(output=tmp_path)
 
@@ -271,13 +241,12 @@ def test_of_two_runs_that_were_checked_in_a_new_folder_one_starts(tmp_path):
     one.fit(Net(), loader())  # its own folder
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, UsageError])
-def test_a_run_that_fails_gives_its_folder_back(tmp_path, error):
+def test_a_run_that_fails_gives_its_folder_back(tmp_path):
     class Fails(Net):
         def on_train_start(self):
-            raise error("by hand")
+            raise KeyboardInterrupt("by hand")
 
-    with pytest.raises(error, match="by hand"):
+    with pytest.raises(KeyboardInterrupt, match="by hand"):
         fit(Fails(), output=tmp_path)
     with pytest.raises(UsageError, match="already contains a run"):
         fit(output=tmp_path)
@@ -454,13 +423,6 @@ def trained(tmp_path_factory):
     return net, folder / "last.ckpt"
 
 
-def test_the_checkpoint_holds_the_trained_weights(trained):
-    net, path = trained
-    state = torch.load(path, weights_only=True)
-    assert_equal(state["model"], net)
-    assert (state["step"], state["epoch"]) == (12, 2)
-
-
 def test_fit_starts_from_a_checkpoint(trained):
     net, path = trained
     expected, other = by_hand(net, loader()), EvalNet()
@@ -469,16 +431,6 @@ def test_fit_starts_from_a_checkpoint(trained):
     one.fit(other, loader(), checkpoint=path)
     assert_equal(other, expected)
     assert (one.global_step, one.current_epoch) == (6, 1)  # counters start from 0
-
-
-@pytest.mark.parametrize("command", ["validate", "test", "predict"])
-def test_evaluation_reads_a_checkpoint(trained, command):
-    net, path = trained
-    other, one = EvalNet(), trainer()
-    result = getattr(one, command)(other, loader(), ckpt_path=str(path))
-    assert_equal(net, other)
-    expected = getattr(one, command)(net, loader())
-    assert all(map(torch.equal, result, expected)) if command == "predict" else result == expected
 
 
 def test_the_modules_own_state_goes_through_a_checkpoint(tmp_path):
@@ -510,15 +462,13 @@ def test_on_checkpoint_saved_finds_a_whole_file(tmp_path):
             self.steps = (*self.steps, state["step"])
 
     saved = Saved()
-    fit(output=tmp_path, plugins=[saved], max_epochs=3)
-    assert saved.steps == (6, 12, 18)
+    fit(output=tmp_path, plugins=[saved], max_epochs=2)
+    assert saved.steps == (6, 12)
 
 
-@pytest.mark.parametrize("command", ["fit", "test"])
-def test_a_checkpoint_that_does_not_exist(command, tmp_path):
-    option = {"checkpoint" if command == "fit" else "ckpt_path": tmp_path / "none.ckpt"}
+def test_a_checkpoint_that_does_not_exist(tmp_path):
     with pytest.raises(UsageError, match=r"no checkpoint.*none\.ckpt"):
-        getattr(trainer(), command)(EvalNet(), loader(), **option)
+        trainer().fit(EvalNet(), loader(), checkpoint=tmp_path / "none.ckpt")
 
 
 class Code:
@@ -531,47 +481,21 @@ class Code:
         return (open, (str(self.path), "w"))
 
 
-def write_text(path):
-    path.write_text("no checkpoint")
-
-
-def write_half(path):
-    torch.save({"model": Net().state_dict()}, path)
-    path.write_bytes(path.read_bytes()[:-100])
-
-
 @pytest.mark.parametrize(
-    "write",
+    "state",
     [
-        write_text,
-        write_half,
-        lambda path: path.write_bytes(b""),
-        lambda path: torch.save([1, 2], path),
-        lambda path: torch.save({"state_dict": Net().state_dict()}, path),
-        lambda path: torch.save({"model": 3}, path),
-        lambda path: torch.save({"model": torch.nn.Linear(3, 1).state_dict()}, path),
-        lambda path: torch.save(
-            {"model": {**Net().state_dict(), "layers.0.bias": torch.ones(7)}}, path
-        ),
-        lambda path: torch.save({"model": {**Net().state_dict(), "more": torch.ones(7)}}, path),
+        [1, 2],
+        {"state_dict": Net().state_dict()},
+        {"model": 3},
+        {"model": {**Net().state_dict(), "layers.0.bias": torch.ones(7)}},
+        {"model": {**Net().state_dict(), "more": torch.ones(7)}},
     ],
-    ids=[
-        "text",
-        "half a file",
-        "empty",
-        "list",
-        "Lightning's",
-        "number as model",
-        "other model",
-        "other shape",
-        "more weights",
-    ],
+    ids=["list", "Lightning's", "number as model", "other shape", "more weights"],
 )
-def test_a_checkpoint_that_does_not_fit_or_is_none(write, tmp_path):
-    path, net = tmp_path / "some.ckpt", EvalNet()
-    write(path)
+def test_a_checkpoint_that_does_not_fit_or_is_none(state, tmp_path):
+    torch.save(state, tmp_path / "some.ckpt")
     with pytest.raises(TrainingError, match=r"some\.ckpt"):
-        trainer().fit(net, loader(), checkpoint=path)
+        trainer().fit(EvalNet(), loader(), checkpoint=tmp_path / "some.ckpt")
 
 
 def test_a_checkpoint_of_another_model_names_both_and_changes_nothing(tmp_path):
@@ -609,46 +533,24 @@ def test_a_save_that_fails_leaves_the_last_checkpoint_and_no_other_file(tmp_path
 
     monkeypatch.setattr(torch, "save", half)
     with pytest.raises(TrainingError, match=r"last\.ckpt could not be written: disk full"):
-        fit(output=tmp_path, max_epochs=3)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "last.ckpt",
-        "metrics.jsonl",
-        "plan.json",
-        "summary.json",
-    ]
-    assert (
-        torch.load(tmp_path / "last.ckpt", weights_only=True)["step"] == 6
-    )  # the first epoch's, whole
+        fit(output=tmp_path, max_epochs=2)
+    files = ["last.ckpt", "metrics.jsonl", "plan.json", "summary.json"]
+    assert sorted(os.listdir(tmp_path)) == files
+    # The first epoch's, whole.
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["step"] == 6
     assert read(tmp_path / "summary.json")["status"] == "failed"
 
 
-def test_the_checkpoint_is_never_written_in_place(tmp_path, monkeypatch):
-    save = torch.save
-
-    def watch(state, path, *args, **options):
-        assert path != tmp_path / "last.ckpt"
-        save(state, path, *args, **options)
-
-    monkeypatch.setattr(torch, "save", watch)
-    fit(output=tmp_path, max_epochs=2)
-    assert (tmp_path / "last.ckpt").exists()
-
-
 def test_metrics_that_are_no_numbers_can_be_read_back(tmp_path):
-    def strict(path):
-        def refuse(constant):
-            raise AssertionError(f"{path.name} holds {constant}, which is no JSON")
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
 
-        return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    def log(module, batch, batch_idx):
+        module.log_dict({"nan": float("nan"), "inf": float("inf")})
 
-    fit(
-        Logging(
-            lambda self, batch, batch_idx: self.log_dict({"nan": float("nan"), "inf": float("inf")})
-        ),
-        output=tmp_path,
-    )
-    (line,) = strict(tmp_path / "metrics.jsonl")
-    assert {"nan", "inf"} <= line.keys()
+    fit(Logging(log), output=tmp_path)
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert {"nan", "inf"} <= json.loads(line, parse_constant=refuse).keys()
 
 
 def test_a_plugin_may_replace_how_checkpoints_are_written_and_read(tmp_path):

@@ -66,14 +66,11 @@ def test_every_way_to_load_refuses_a_bit_that_flipped(tmp_path):
     data = bytearray(path.read_bytes())
     data[data.index(next(module.parameters()).new_tensor(0).numpy().tobytes(), len(data) // 2)] ^= 1
     path.write_bytes(data)
-    session = Session(accelerator="cpu")
     ways = [
         lambda: trainer(max_epochs=3).fit(module, loader(), ckpt_path=path),
         lambda: trainer().fit(module, loader(), checkpoint=path),
-        lambda: trainer().validate(module, loader(), ckpt_path=path),
-        lambda: trainer().test(module, loader(), ckpt_path=path),
         lambda: trainer().predict(module, loader(), ckpt_path=path),
-        lambda: session.load(path),
+        lambda: Session(accelerator="cpu").load(path),
     ]
     for way in ways:
         with pytest.raises(
@@ -162,11 +159,9 @@ def test_all_damaged_is_an_error_and_never_a_run_from_scratch(tmp_path):
     for path in (tmp_path / "last.ckpt", tmp_path / "checkpoints" / "step=4.ckpt"):
         damage(path)
     for name in ("last", "step=4"):
-        for which in ("last", "auto"):
-            with pytest.raises(
-                TrainingError, match=rf"all checkpoints of this run are damaged: .*{name}\.ckpt"
-            ):
-                steps(tmp_path, 2, path=which)
+        words = rf"all checkpoints of this run are damaged: .*{name}\.ckpt"
+        with pytest.raises(TrainingError, match=words):
+            steps(tmp_path, 2, path="auto")
         (tmp_path / "checkpoints" / "step=4.ckpt").write_bytes(bytes(1000))
         (tmp_path / "last.ckpt").unlink(missing_ok=True)
 

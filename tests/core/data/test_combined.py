@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 import torch
-from small_models import EvalNet, Net, Stream, fit, loader, trainer
+from small_models import EvalNet, Stream, fit, loader, trainer
 from torch.utils.data import DataLoader, IterableDataset
 
 import geartrain as gt
@@ -73,14 +73,8 @@ def test_each_mode_trains_on_its_batches(mode, expected, known):
     assert one.num_training_batches == (len(expected) if known else float("inf"))
 
 
-def test_a_dict_of_loaders_cycles_the_shorter():
-    _, batches = seen({"a": of(1, 2), "b": of(3)})
-    assert batches == [{"a": 1, "b": 3}, {"a": 2, "b": 3}]
-
-
-@pytest.mark.parametrize("form", [list, tuple])
-def test_several_loaders_make_a_list(form):
-    _, batches = seen(form([of(1, 2), of(3)]))
+def test_several_loaders_make_a_list():
+    _, batches = seen((of(1, 2), of(3)))
     assert batches == [[1, 3], [2, 3]]
 
 
@@ -135,16 +129,10 @@ def test_a_session_trains_on_a_combined_loader():
 # --- evaluation -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["validate", "test", "predict"])
-def test_a_sequential_one_is_evaluated_as_its_list(command):
-    loaders = [loader(8), loader(12, 3)]
-    net = EvalNet()
-    found = getattr(trainer(), command)(net, CombinedLoader(loaders, "sequential"))
-    expected = getattr(trainer(), command)(net, loaders)
-    if command == "predict":
-        assert [list(map(len, one)) for one in found] == [list(map(len, one)) for one in expected]
-    else:
-        assert found == expected
+def test_a_sequential_one_is_evaluated_as_its_list():
+    loaders, net = [loader(8), loader(12, 3)], EvalNet()
+    expected = trainer().test(net, loaders)
+    assert trainer().test(net, CombinedLoader(loaders, "sequential")) == expected
 
 
 def test_other_modes_are_refused_in_evaluation():
@@ -191,7 +179,6 @@ def test_wrong_loaders_are_refused_before_anything_starts(data, words):
         (({},), "got an empty dict. Fix: give a dict or list of DataLoaders"),
         ((of(1),), "got DataLoader"),
         (({"a": "text"},), r"\['a'\] is a str, which is not a loader"),
-        (({"a": torch.ones(2)},), r"\['a'\] is a Tensor, which is not a loader"),
     ],
 )
 def test_a_wrong_combined_loader_is_refused(arguments, words):
@@ -205,8 +192,7 @@ def test_training_refuses_the_mode_sequential():
         fit(Sees(), data)
 
 
-@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
-@pytest.mark.parametrize("nothing", [of(), Stream([])])
+@pytest.mark.parametrize(("mode", "nothing"), [("min_size", of()), ("max_size_cycle", Stream([]))])
 def test_an_empty_loader_is_named(mode, nothing):
     data = CombinedLoader({"a": of(1), "b": nothing}, mode)
     with pytest.raises(TrainingError, match=r"CombinedLoader: \['b'\] (is empty|gave no batch)"):
@@ -235,8 +221,10 @@ def shuffled(n, workers=0, own_generator=False):
     return of(*range(n), shuffle=True, **options)
 
 
-@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
-@pytest.mark.parametrize("own_generator", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "own_generator"),
+    [("min_size", False), ("max_size_cycle", False), ("max_size_cycle", True)],
+)
 def test_a_run_resumes_bit_for_bit_within_an_epoch(tmp_path, mode, own_generator):
     def go(folder, path=None):
         module = Sees()
@@ -244,32 +232,29 @@ def test_a_run_resumes_bit_for_bit_within_an_epoch(tmp_path, mode, own_generator
         every = ModelCheckpoint(
             dirpath=tmp_path / folder, filename="{step}", every_n_train_steps=1, save_top_k=-1
         )
-        one = trainer(seed=1, max_epochs=3, callbacks=[every])
+        one = trainer(seed=1, max_epochs=2, callbacks=[every])
         one.fit(module, CombinedLoader(data, mode), ckpt_path=path)
         return module
 
     whole = go("whole")
-    for step in (2, 5, 7):  # within an epoch; the shorter loader has begun again before 5 and 7
+    for step in (2, 5):  # within an epoch; the shorter loader has begun again before 5
         rest = go(f"rest {step}", tmp_path / "whole" / f"step={step}.ckpt")
         assert rest.seen == whole.seen[step:]
         assert torch.equal(rest.weight, whole.weight)
 
 
-@pytest.mark.parametrize("step", [8, 10])  # the first epoch's end, and within the second
-def test_persistent_workers_resume_bit_for_bit(tmp_path, step):
+def test_persistent_workers_resume_bit_for_bit_in_the_second_epoch(tmp_path):
     def go(folder, path=None):
-        module, every = (
-            Sees(),
-            ModelCheckpoint(
-                dirpath=tmp_path / folder, filename="{step}", every_n_train_steps=2, save_top_k=-1
-            ),
+        module = Sees()
+        every = ModelCheckpoint(
+            dirpath=tmp_path / folder, filename="{step}", every_n_train_steps=2, save_top_k=-1
         )
         one = trainer(seed=1, max_epochs=2, callbacks=[every])
         one.fit(module, {"a": shuffled(3, workers=1), "b": shuffled(8, workers=1)}, ckpt_path=path)
         return module.seen
 
     whole = go("whole")
-    assert go("rest", tmp_path / "whole" / f"step={step}.ckpt") == whole[step:]
+    assert go("rest", tmp_path / "whole" / "step=10.ckpt") == whole[10:]
 
 
 def test_a_loader_begins_again_in_another_order():
@@ -343,25 +328,3 @@ def test_workers_end_with_the_run():
     _, batches = seen(data, max_epochs=2)
     assert [batch["a"] for batch in batches] == [1] * 6
     assert data["a"]._iterator is None
-
-
-def test_an_error_in_a_step_ends_the_workers():
-    class Fails(Sees):
-        def training_step(self, batch, batch_idx):
-            raise KeyError("the user's own")
-
-    data = {"a": of(1, 2, num_workers=1), "b": of(2, 3, num_workers=1, persistent_workers=True)}
-    with pytest.raises(KeyError, match="the user's own"):
-        fit(Fails(), data)
-    assert data["b"]._iterator is None
-
-
-def test_a_mean_over_batches_of_several_sizes_asks_for_the_size():
-    class Logs(Net):
-        def training_step(self, batch, batch_idx):
-            loss = self.loss(batch["a"]) + self.loss(batch["b"])
-            self.log("loss", loss, on_epoch=True)
-            return loss
-
-    with pytest.warns(UserWarning, match="does not say how many samples it has.*batch_size=NUMBER"):
-        fit(Logs(), {"a": loader(8, 4), "b": loader(8, 2)})

@@ -100,20 +100,9 @@ def test_move_keeps_the_form_and_moves_every_tensor(name):
     moved = move(batch, META)
     assert same_form(batch, moved)
     assert {tensor.device for tensor in tensors_in(moved)} == {META}
-    assert {tensor.device for tensor in tensors_in(batch)} == {
-        torch.device("cpu")
-    }  # the loader's own batch is as it was
+    # The loader's own batch is as it was.
+    assert {tensor.device for tensor in tensors_in(batch)} == {torch.device("cpu")}
     assert len(tensors_in(moved)) == len(tensors_in(batch))
-
-
-@pytest.mark.parametrize("name", nestings())
-def test_map_tensors_keeps_the_form(name):
-    batch = nestings()[name]
-    doubled = map_tensors(batch, lambda tensor: tensor * 2)
-    assert same_form(batch, doubled)
-    assert all(
-        torch.equal(b, a * 2) for a, b in zip(tensors_in(batch), tensors_in(doubled), strict=True)
-    )
 
 
 def test_a_defaultdict_keeps_its_factory():
@@ -145,7 +134,7 @@ def test_objects_that_can_be_moved_are():
     assert packed.data.shape == (5,)
 
 
-@pytest.mark.parametrize("thing", ["text", b"bytes", 3, None, {1, 2}, Item, range(3)])
+@pytest.mark.parametrize("thing", ["text", None, {1, 2}, Item, range(3)])
 def test_an_object_without_tensors_is_not_changed(thing):
     assert move(thing, META) is thing
     assert map_tensors(thing, torch.neg) is thing
@@ -154,7 +143,6 @@ def test_an_object_without_tensors_is_not_changed(thing):
 @pytest.mark.parametrize(
     ("batch", "size"),
     [
-        (torch.ones(5, 2), 5),
         (torch.ones(()), None),
         ({"temperature": torch.ones(()), "x": torch.ones(4, 2)}, 4),
         ([torch.ones(4, 2), torch.ones(9)], 4),
@@ -162,8 +150,6 @@ def test_an_object_without_tensors_is_not_changed(thing):
         (("text", Pair(None, torch.ones(2))), 2),
         (Item([torch.ones(6)]), 6),
         ([], None),
-        ("text", None),
-        (None, None),
         ({"a": 3, "b": ["text", b"bytes"]}, None),
     ],
 )
@@ -206,30 +192,15 @@ def sizes(data, collate_fn=None, batch_size=4):
 @pytest.mark.parametrize(
     ("collate", "expected", "warned"),
     [
-        (lambda n: torch.zeros(len(n), 2), [4, 4, 3], 0),
-        (
-            lambda n: (torch.zeros(9, len(n)), torch.zeros(len(n))),
-            [4, 4, 3],
-            0,
-        ),  # time first, then labels
-        (lambda n: [image() for _ in n], [4, 4, 3], 0),
+        # Time first, then labels.
+        (lambda n: (torch.zeros(9, len(n)), torch.zeros(len(n))), [4, 4, 3], 0),
         (lambda n: ([image() for _ in n], torch.tensor(n)), [4, 4, 3], 0),
-        (
-            lambda n: tuple(
-                zip(*[(image(), {"boxes": torch.zeros(i % 3, 4)}) for i in n], strict=True)
-            ),
-            [4, 4, 3],
-            0,
-        ),
         (lambda n: [(image(), i) for i in n], [4, 4, 3], 0),
         (lambda n: {"images": [image() for _ in n]}, [4, 4, 3], 0),
         (lambda n: [f"text {i}" for i in n], [4, 4, 3], 0),
-        (lambda n: Graphs(5 * len(n), told=len(n)), [4, 4, 3], 0),
-        (lambda n: (Graphs(5 * len(n), told=len(n)), torch.zeros(len(n))), [4, 4, 3], 0),
         (lambda n: (torch.zeros(7), Graphs(5 * len(n), told=len(n))), [4, 4, 3], 0),
         (lambda n: (Graphs(5 * len(n)), torch.zeros(len(n))), [4, 4, 3], 0),
         (lambda n: Graphs(5 * len(n)), [4, 4, 4], 1),
-        (lambda n: torch.zeros(5 * len(n), 2), [4, 4, 4], 1),
     ],
 )
 def test_size_of_a_batch(collate, expected, warned):
@@ -298,7 +269,7 @@ def test_ambiguous_size_is_one_warning():
 
 @pytest.mark.parametrize(
     ("limit", "with_length", "without"),
-    [(None, 6, None), (0, 0, 0), (4, 4, 4), (9, 6, 9), (1.0, 6, None), (0.0, 0, 0)],
+    [(None, 6, None), (4, 4, 4), (9, 6, 9), (1.0, 6, None), (0.0, 0, 0)],
 )
 def test_count_batches(limit, with_length, without):
     assert count_batches(loader(), limit, "train") == with_length
@@ -405,12 +376,9 @@ class Moves:
 @pytest.mark.parametrize(
     ("given", "loaders"),
     [
-        (lambda: [loader(4), loader(8)], 2),
         (lambda: (loader(4), loader(8)), 2),
         (lambda: [loader(4)], 1),
         (lambda: [Stream([1]), loader(8)], 2),
-        (lambda: {"a": loader(4), "b": loader(8)}, 2),
-        (lambda: {"a": loader(4)}, 1),
         (lambda: {"a": [loader(4), loader(8)], "b": Stream([1])}, 3),
         (lambda: [loader(4), [loader(8)]], 2),
         (lambda: [pack_sequence([torch.ones(2)]), pack_sequence([torch.ones(2)])], 1),
@@ -420,27 +388,11 @@ class Moves:
         (lambda: [{"x": torch.ones(4, 3)}], 1),
         (lambda: [torch.ones(4, 3).numpy()], 1),
         (lambda: ["text", "more"], 1),
-        (lambda: loader(4), 1),
         (lambda: Stream(loader(4)), 1),
     ],
     ids=[
-        "list",
-        "tuple",
-        "list of one",
-        "streams",
-        "dict",
-        "dict of one",
-        "nested dict",
-        "nested list",
-        "packed",
-        "moving",
-        "batches",
-        "tensors",
-        "dicts",
-        "arrays",
-        "texts",
-        "loader",
-        "stream",
+        *("tuple", "list of one", "streams", "nested dict", "nested list", "packed", "moving"),
+        *("batches", "tensors", "dicts", "arrays", "texts", "stream"),
     ],
 )
 def test_a_list_of_loaders_and_a_list_of_batches(given, loaders):
@@ -454,10 +406,9 @@ def test_a_list_of_loaders_and_a_list_of_batches(given, loaders):
     assert DataSource({"train": list(loader(8))}).loaders("train", gt.Module()) != []
 
 
-@pytest.mark.parametrize("stage", METHODS)
-def test_data_that_cannot_be_iterated_is_refused(stage):
-    with pytest.raises(UsageError, match=f"the {stage} loader is 3"):
-        DataSource({stage: 3}).loaders(stage, gt.Module())
+def test_data_that_cannot_be_iterated_is_refused():
+    with pytest.raises(UsageError, match="the test loader is 3"):
+        DataSource({"test": 3}).loaders("test", gt.Module())
 
 
 class Frame:
@@ -472,18 +423,15 @@ class Frame:
         return "a b\n" * 60
 
 
-@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize("command", ["fit", "predict"])
 @pytest.mark.parametrize(
     ("data", "words"),
     [
         ("ab", "'ab', which is not a loader"),
-        (b"ab", "which is not a loader"),
         (Frame(), "a Frame, which is not a loader"),
         ({}, "dict to .* holds nothing in place of loaders"),
-        ({"a": torch.ones(2)}, "dict to .* holds Tensor in place of loaders"),
         ({"a": loader(), "b": "text"}, "holds str in place of loaders"),
         ([loader(), None], "list to .* holds NoneType in place of loaders"),
-        ([loader(), torch.ones(2)], "holds Tensor in place of loaders"),
     ],
 )
 def test_data_without_loaders_is_refused_before_anything_starts(command, data, words):
@@ -496,31 +444,22 @@ def test_data_without_loaders_is_refused_before_anything_starts(command, data, w
         getattr(one, command)(EvalNet(), data)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_loader_whose_length_is_not_implemented_has_none(ranks):
+def test_a_loader_whose_length_is_not_implemented_has_none():
     class Unknown(Stream):
         def __len__(self):
             raise NotImplementedError
 
     results = run_plugin(
-        ranks=ranks, data=Unknown(loader()), val_data=Unknown(loader()), module=EvalNet()
+        ranks=2, data=Unknown(loader()), val_data=Unknown(loader()), module=EvalNet()
     )
-    assert [result.trainer.global_step for result in results] == [6] * ranks
+    assert [result.trainer.global_step for result in results] == [6, 6]
 
 
-@pytest.mark.parametrize("command", ["validate", "test"])
-def test_a_dict_of_loaders_is_evaluated_as_their_list(command):
+def test_a_dict_of_loaders_is_evaluated_as_their_list():
     net, loaders = EvalNet(), {"b": loader(8), "a": loader(12, 3)}
-    metrics = getattr(trainer(), command)(net, loaders)
-    assert metrics == getattr(trainer(), command)(net, list(loaders.values()))
-    assert [list(one) for one in metrics] == [
-        [f"{'val' if command == 'validate' else 'test'}_loss/dataloader_idx_{i}"] for i in range(2)
-    ]
-
-
-def test_a_dict_of_loaders_is_predicted_loader_by_loader():
-    found = trainer().predict(EvalNet(), {"b": loader(8), "a": loader(12, 3)})
-    assert [[len(batch) for batch in one] for one in found] == [[4, 4], [3, 3, 3, 3]]
+    metrics = trainer().test(net, loaders)
+    assert metrics == trainer().test(net, list(loaders.values()))
+    assert [list(one) for one in metrics] == [[f"test_loss/dataloader_idx_{i}"] for i in range(2)]
 
 
 def test_a_dict_of_loaders_validates_in_fit():
@@ -538,10 +477,6 @@ def test_a_val_dataloader_that_forgets_return_is_a_warning():
         UserWarning, match="Forgets.val_dataloader returned None, so there is nothing to validate"
     ):
         fit(Forgets())
-
-
-def test_a_list_of_batches_trains_as_its_loader_does():
-    assert fit(train=list(loader()), max_epochs=2).global_step == 12
 
 
 # --- the module's own transfer --------------------------------------------------------------------
@@ -578,16 +513,13 @@ def test_each_batch_is_transferred_once_in_training():
     assert net.calls == [call for number in (1, 2, 3, 1, 2, 3) for call in once(number)]
 
 
-@pytest.mark.parametrize("command", ["validate", "test", "predict"])
-def test_each_batch_is_transferred_once_in_evaluation(command):
+def test_each_batch_is_transferred_once_in_evaluation():
     net = Transfers()
-    getattr(trainer(), command)(net, [Stream(["1", "2"]), Stream(["3"])])
+    trainer().predict(net, [Stream(["1", "2"]), Stream(["3"])])
     assert net.calls == [*once(1), *once(2), *once(3, idx=1)]
 
 
-@pytest.mark.parametrize(
-    "hook", ["on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"]
-)
+@pytest.mark.parametrize("hook", ["on_before_batch_transfer", "transfer_batch_to_device"])
 def test_a_transfer_hook_that_forgets_return_is_named(hook):
     net = type("Forgets", (Net,), {hook: lambda self, batch, *_: None})()
     with pytest.raises(
@@ -598,28 +530,15 @@ def test_a_transfer_hook_that_forgets_return_is_named(hook):
 
 @pytest.mark.parametrize("hook", ["on_before_batch_transfer", "on_after_batch_transfer"])
 def test_one_transfer_hook_alone(hook):
-    class One(Net):
-        calls = 0
+    class Sees(Net):
+        def training_step(self, batch, batch_idx):
+            seen.append(batch[0])
+            return super().training_step(batch, batch_idx)
 
-    def double(self, batch, dataloader_idx):
-        self.calls += 1
-        return [batch[0] * 2, batch[1]]
-
-    class Batches:
-        got = ()
-
-        @hookimpl(wrapper=True)
-        def step(self, micro_batches):
-            self.got = (*self.got, *micro_batches)
-            return (yield)
-
-    setattr(One, hook, double)
-    net, batches = One(), Batches()
-    fit(net, plugins=[batches])
-    assert net.calls == 6
-    assert all(
-        torch.equal(got[0], x * 2) for got, (x, _) in zip(batches.got, loader(), strict=True)
-    )
+    seen = []
+    double = {hook: lambda self, batch, dataloader_idx: [batch[0] * 2, batch[1]]}
+    fit(type("One", (Sees,), double)())
+    assert all(torch.equal(found, x * 2) for found, (x, _) in zip(seen, loader(), strict=True))
 
 
 def test_numpy_arrays_are_sized_by_their_shape():
@@ -651,15 +570,20 @@ class Fails(EvalNet):
         return super().validation_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("command", ["fit", "validate"])
-@pytest.mark.parametrize("module", [EvalNet, Fails])
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    ("command", "module", "persistent"),
+    [
+        ("fit", EvalNet, True),
+        ("fit", Fails, False),
+        ("fit", Fails, True),
+        ("validate", Fails, True),
+    ],
+)
 def test_loader_workers_end_with_the_run_and_start_again_in_the_next(command, module, persistent):
     loader = DataLoader(samples(16), batch_size=2, num_workers=1, persistent_workers=persistent)
     for _ in range(2):
-        with (
-            pytest.raises(KeyError) if module is Fails else nullcontext() as error
-        ):  # a traceback refers to the frames of the run
+        # A traceback refers to the frames of the run.
+        with pytest.raises(KeyError) if module is Fails else nullcontext() as error:
             getattr(trainer(), command)(module(), loader)
         assert multiprocessing.active_children() == [], error
 

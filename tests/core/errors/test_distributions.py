@@ -60,13 +60,12 @@ def test_a_distribution_that_declares_nothing_of_geartrains_needs_no_metadata(si
     assert not recwarn.list
 
 
-@pytest.mark.parametrize("command", ["plugins", "new plugin tandem --output package"])
-def test_commands_work_beside_a_broken_distribution(site, tmp_path, command):
+def test_a_command_works_beside_a_broken_distribution(site, tmp_path):
     """``new`` imports torch, which reads all entry points."""
     info = site(*BROKEN["has entry points that are not UTF-8"])
     env = {k: v for k, v in os.environ.items() if k != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
     result = subprocess.run(
-        [sys.executable, "-c", RUN, *command.split()],
+        [sys.executable, "-c", RUN, "new", "plugin", "tandem", "--output", "package"],
         capture_output=True,
         text=True,
         timeout=60,

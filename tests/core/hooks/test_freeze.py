@@ -1,7 +1,6 @@
 """The frozen callers, and the plugin that an error names."""
 
 import pytest
-from pluggy import HookCaller
 
 from geartrain import Module, TrainingError, UsageError, hookimpl
 from geartrain.builtin.defaults import Defaults
@@ -20,35 +19,6 @@ def test_owner_without_a_wrapper_freezes_to_its_bare_function():
     assert hooks.backward == owner.backward
 
 
-class Follows:
-    @hookimpl(wrapper=True)
-    def on_epoch_end(self):
-        return (yield)
-
-
-def test_wrapped_hooks_stay_pluggys_callers():
-    hooks = hooks_of(strategy(owns(1)), Doubles(), owns(1, "on_epoch_end"), Follows())
-    hooks.freeze()
-    assert isinstance(hooks.all_gather, HookCaller)
-    assert isinstance(hooks.on_epoch_end, HookCaller)
-
-
-def test_an_all_hook_without_a_wrapper_needs_no_pluggy():
-    hooks = hooks_of(owns(1, "on_epoch_end"), owns(None, "on_epoch_end"), owns(3, "on_epoch_end"))
-    before = hooks.on_epoch_end(run=None)
-    hooks.freeze()
-    assert not isinstance(hooks.on_epoch_end, HookCaller)
-    assert hooks.on_epoch_end(run=None) == before == [3, 1]
-
-
-def test_a_hook_without_implementations_freezes_to_a_call_that_does_nothing():
-    hooks = hooks_of()
-    hooks.freeze()
-    assert not isinstance(hooks.on_step_end, HookCaller)
-    assert hooks.on_step_end is hooks.on_epoch_end  # shared
-    assert hooks.on_step_end(run=None) == []
-
-
 def test_is_default_only_while_no_plugin_owns_or_wraps_the_hook():
     class Wraps:
         @hookimpl(wrapper=True)
@@ -64,15 +34,10 @@ def test_is_default_only_while_no_plugin_owns_or_wraps_the_hook():
     assert hooks.clip_gradients(run=None) is None
 
 
-def test_frozen_hooks_refuse_changes():
-    hooks = hooks_of()
-    hooks.freeze()
-    with pytest.raises(UsageError, match="frozen"):
-        hooks.manager.register(Doubles())
-
-
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_decorator_sees_every_call_and_changes_nothing(is_frozen):
+@pytest.mark.parametrize(
+    ("is_frozen", "more", "result"), [(False, [], 21), (True, [Doubles()], 42)]
+)
+def test_decorator_sees_every_call_and_changes_nothing(is_frozen, more, result):
     calls = []
 
     def decorate(function, impl, hook, label):
@@ -85,15 +50,13 @@ def test_decorator_sees_every_call_and_changes_nothing(is_frozen):
 
         return call
 
-    for more, result in (([], 21), ([Doubles()], 42)):
-        hooks = hooks_of(strategy(owns(21)), *more)
-        hooks.decorate(decorate)
-        if is_frozen:
-            hooks.freeze()
-        assert gather(hooks) == result
-        assert [is_wrapper for _, is_wrapper in calls] == [True] * len(more) + [False]
-        assert calls[-1][0] == hooks.owner("all_gather").label
-        calls.clear()
+    hooks = hooks_of(strategy(owns(21)), *more)
+    hooks.decorate(decorate)
+    if is_frozen:
+        hooks.freeze()
+    assert gather(hooks) == result
+    assert [is_wrapper for _, is_wrapper in calls] == [True] * len(more) + [False]
+    assert calls[-1][0] == hooks.owner("all_gather").label
 
 
 def test_decorated_owner_without_a_result_is_still_refused():
@@ -110,31 +73,14 @@ def test_frozen_hooks_refuse_a_decorator():
         hooks.decorate(lambda function, *_: function)
 
 
-def watch(hooks):
-    seen = []
-    stop = hooks.manager.add_hookcall_monitoring(
-        lambda name, *_: seen.append(name), lambda *_: None
-    )
-    return seen, stop
-
-
 def test_monitor_set_before_the_freeze_gets_every_call_after_it():
-    hooks = hooks_of()
-    seen, _ = watch(hooks)
+    hooks, seen = hooks_of(), []
+    hooks.manager.add_hookcall_monitoring(lambda name, *_: seen.append(name), lambda *_: None)
     hooks.freeze()
-    assert all(isinstance(getattr(hooks, name), HookCaller) for name in hooks.names)
     hooks.barrier(run=ALONE)
     hooks.reduce_gradients(run=None)
     hooks.on_step_end(run=None)
     assert seen == ["barrier", "reduce_gradients", "on_step_end"]
-
-
-def test_monitor_taken_off_before_the_freeze_costs_nothing():
-    hooks = hooks_of()
-    _, stop = watch(hooks)
-    stop()
-    hooks.freeze()
-    assert not isinstance(hooks.on_step_end, HookCaller)
 
 
 # --- blame ----------------------------------------------------------------------------------------

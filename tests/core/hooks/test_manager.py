@@ -29,12 +29,9 @@ KINDS = ["strategy", "accelerator", "precision", "core"]
 
 
 @pytest.mark.parametrize("first", range(len(KINDS)))
-@pytest.mark.parametrize("backwards", [False, True])
-def test_strategy_owns_before_accelerator_before_precision_before_core_before_default(
-    first, backwards
-):
+def test_strategy_owns_before_accelerator_before_precision_before_core_before_default(first):
     claims = [part(owns(kind), kind, kind) for kind in KINDS[first:]]
-    hooks = hooks_of(*(reversed(claims) if backwards else claims))
+    hooks = hooks_of(*(reversed(claims) if first % 2 else claims))
     assert gather(hooks) == KINDS[first]
     assert hooks.owner("all_gather").label == KINDS[first]
     assert {c.name for c in hooks.passed_over("all_gather")} == {*KINDS[first + 1 :], "defaults"}
@@ -50,11 +47,6 @@ def test_default_owns_a_hook_that_no_other_part_claims():
 def test_hook_without_implementations_has_no_owner():
     assert Hooks([]).owner("barrier") is None
     assert hooks_of().owner("on_step_end") is None
-
-
-def test_no_other_part_is_called_if_the_owner_returns_none():
-    hooks = hooks_of(strategy(owns(None, "forward")), accelerator(owns("chip", "forward")))
-    assert hooks.forward(run=ALONE, method="predict_step", args=()) is None
 
 
 def test_owner_that_returns_none_instead_of_a_value_is_named():
@@ -79,11 +71,6 @@ def test_part_passed_over_in_one_hook_still_answers_its_others():
     assert hooks.broadcast(run=None, obj=1, src=0) == "chip"
 
 
-def test_two_parts_of_one_kind_cannot_own_one_hook():
-    with pytest.raises(UsageError, match=r"one.* and .*two.*all_gather"):
-        hooks_of(part(owns(1), "core", "one"), part(owns(2), "core", "two"))
-
-
 def test_two_plugins_cannot_own_one_hook():
     one, two = owns(1), owns(2)
     one.replaces = two.replaces = {"all_gather"}
@@ -105,24 +92,6 @@ def test_specname_claims_the_hook_it_names():
     hooks = hooks_of(accelerator(Chip()), strategy(Strategy()))
     assert gather(hooks) == "strat"
     assert [c.name for c in hooks.passed_over("all_gather")] == ["defaults", "chip"]
-
-
-def test_static_and_class_methods_are_hookimpls():
-    class Strategy:
-        @staticmethod
-        @hookimpl
-        def all_gather(tensor):
-            return ("static", tensor)
-
-        @hookimpl
-        @classmethod
-        def broadcast(cls, obj):
-            return (cls, obj)
-
-    hooks = hooks_of(strategy(Strategy()))
-    hooks.freeze()
-    assert gather(hooks) == ("static", [1])
-    assert hooks.broadcast(run=None, obj=1, src=0) == (Strategy, 1)
 
 
 # --- wrappers, replaces ---------------------------------------------------------------------------
@@ -168,37 +137,33 @@ def test_wrapper_may_return_none_if_the_owner_does():
     assert hooks.forward(run=ALONE, method="validation_step", args=()) is None
 
 
-def test_wrapper_that_loses_the_layout_is_an_error_of_usage():
-    class Plugin:
-        @hookimpl(wrapper=True)
-        def plan_processes(self):
-            yield
+def wraps(hook):
+    """Return a plugin whose wrapper of the hook returns nothing."""
 
+    @hookimpl(wrapper=True, specname=hook)
+    def loses(self):
+        yield
+
+    return type("Plugin", (), {"loses": loses})()
+
+
+def test_wrapper_that_loses_the_layout_is_an_error_of_usage():
     with pytest.raises(
         UsageError, match=r"Plugin: .*'plan_processes' made None of the owner's Layout"
     ):
-        hooks_of(Plugin()).plan_processes(request=PlanRequest("cpu", (0,), 1))
+        hooks_of(wraps("plan_processes")).plan_processes(request=PlanRequest("cpu", (0,), 1))
 
 
 def test_wrapper_that_loses_the_results_of_all_implementations_is_named():
-    class Plugin:
-        @hookimpl(wrapper=True)
-        def device_stats(self):
-            yield
-
+    hooks = hooks_of(wraps("device_stats"), owns({"load": 1.0}, "device_stats"))
     with pytest.raises(
         TrainingError, match=r"Plugin: .*'device_stats' made None of the owner's list"
     ):
-        hooks_of(Plugin(), owns({"load": 1.0}, "device_stats")).device_stats(run=None)
+        hooks.device_stats(run=None)
 
 
 def test_wrapper_of_an_event_need_not_return_a_result():
-    class Plugin:
-        @hookimpl(wrapper=True)
-        def on_run_start(self):
-            yield
-
-    assert not hooks_of(Plugin()).on_run_start(run=None)
+    assert not hooks_of(wraps("on_run_start")).on_run_start(run=None)
 
 
 def test_last_plugin_wraps_outermost():
@@ -253,16 +218,11 @@ def test_observer_that_forgot_the_wrapper_is_shown_the_wrapper_form():
 
 
 def test_plugin_that_replaces_owns_before_the_strategy():
-    class Replaces:
-        replaces = frozenset({"all_gather"})
-
-        @hookimpl
-        def all_gather(self):
-            return "plugin"
-
-    hooks = hooks_of(Replaces(), strategy(owns("strat")))
+    replaces = owns("plugin")
+    replaces.replaces = frozenset({"all_gather"})
+    hooks = hooks_of(part(replaces, name="replaces"), strategy(owns("strat")))
     assert gather(hooks) == "plugin"
-    assert hooks.owner("all_gather").name == "Replaces"
+    assert hooks.owner("all_gather").name == "replaces"
     assert {c.name for c in hooks.passed_over("all_gather")} == {"defaults", "strat"}
 
 
@@ -325,19 +285,6 @@ def test_plugin_rides_on_a_hook_that_the_strategy_brings():
     assert hooks.owner("reduce_bucket").name == "ddp"
 
 
-def test_without_that_strategy_the_hook_is_unknown():
-    with pytest.raises(UsageError, match=r"Compression.*reduce_bucket"):
-        hooks_of(Compression())
-
-
-def test_plugin_may_bring_hookspecs_alone():
-    hooks = hooks_of(
-        type("Brings", (), {"hookspecs": specs(on_stall=hookspec(lambda run: None))})(),
-        owns("stalled", "on_stall"),
-    )
-    assert hooks.on_stall(run=None) == ["stalled"]
-
-
 def test_own_hookspecs_may_not_redefine_core():
     plugin = type("Strategy", (), {"hookspecs": specs(barrier=hookspec(lambda run: None))})()
     with pytest.raises(UsageError, match=r"geartrain-strat\[ddp\].*barrier"):
@@ -386,14 +333,6 @@ def test_all_hooks_call_the_last_registered_first_and_drop_none():
         "core",
     ]
     assert not hooks.is_single("device_stats")
-
-
-def test_fire_calls_all_or_nothing():
-    hooks = hooks_of(owns(1, "on_epoch_end"), owns(2, "on_epoch_end"))
-    for _ in range(2):
-        assert hooks.on_epoch_end(run=None) == [2, 1]
-        assert hooks.on_epoch_start(run=None) == []
-        hooks.freeze()
 
 
 def test_type_checkers_know_every_hook():

@@ -15,9 +15,11 @@ def ended_by(number):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_is_an_error_that_names_it(number):
+def test_a_signal_is_an_error_that_names_it_and_handlers_are_restored(number):
+    before = signal.getsignal(number)
     with raise_on_signals(), pytest.raises(Interrupted, match=f"ended by {number.name}"):
         ended_by(number)
+    assert signal.getsignal(number) is before
 
 
 def test_a_hangup_that_is_ignored_stays_so():
@@ -68,10 +70,3 @@ def test_a_run_of_one_process_is_torn_down_after_sigterm():
     with pytest.raises(Interrupted, match="SIGTERM"):
         fit(Ends())
     assert down == ["fit"]
-
-
-def test_handlers_are_as_they_were_afterwards():
-    before = signal.getsignal(signal.SIGTERM)
-    with raise_on_signals():
-        assert signal.getsignal(signal.SIGTERM) is not before
-    assert signal.getsignal(signal.SIGTERM) is before

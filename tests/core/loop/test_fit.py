@@ -1,6 +1,5 @@
 """The loop: its results, its end, and the order of its calls."""
 
-import copy
 import math
 import warnings
 from functools import partial
@@ -18,7 +17,6 @@ from small_models import (
     Stream,
     assert_equal,
     by_hand,
-    differ,
     fit,
     loader,
     samples,
@@ -30,41 +28,15 @@ from geartrain import TrainingError, UsageError, hookimpl
 from geartrain.callbacks import Callback
 from geartrain.testing import run_plugin
 
-ADAM = partial(torch.optim.Adam, lr=0.01)
-
 # --- results --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", [SGD, ADAM])
+@pytest.mark.parametrize("optimizer", [SGD, partial(torch.optim.Adam, lr=0.01)])
 def test_weights_equal_those_of_a_loop_written_by_hand(optimizer):
     net = Net(optimizer)
-    expected = by_hand(net, loader(), optimizer, epochs=3)
-    fit(net, max_epochs=3)
+    expected = by_hand(net, loader(), optimizer, epochs=2)
+    fit(net, max_epochs=2)
     assert_equal(net, expected)
-
-
-def test_one_seed_gives_bitwise_equal_weights():
-    def trained(seed):
-        one = trainer(seed=seed, max_epochs=2)
-        net = Net()  # made after the trainer, so that it has the seed's weights
-        one.fit(net, loader(shuffle=True))
-        return net
-
-    assert_equal(trained(3), trained(3))
-    assert differ(trained(3), trained(4))
-
-
-def test_accumulation_equals_one_batch_k_times_as_large():
-    """8 batches of 2 in windows of 3, 3 and 2 are batches of 6, 6 and 4."""
-    accumulated = Net(dtype=torch.float64)
-    whole = copy.deepcopy(accumulated)
-    small = fit(
-        accumulated, loader(16, 2, dtype=torch.float64), accumulate_grad_batches=3, max_epochs=2
-    )
-    fit(whole, loader(16, 6, dtype=torch.float64), max_epochs=2)
-    assert small.global_step == 6
-    for name, tensor in weights(whole).items():
-        torch.testing.assert_close(accumulated.state_dict()[name], tensor, rtol=1e-6, atol=0)
 
 
 # --- how long -------------------------------------------------------------------------------------
@@ -73,13 +45,11 @@ def test_accumulation_equals_one_batch_k_times_as_large():
 @pytest.mark.parametrize(
     ("options", "steps", "epochs"),
     [
-        ({"max_epochs": 2}, 12, 2),
         ({"max_epochs": 0}, 0, 0),
         ({"max_epochs": None, "max_steps": 8}, 8, None),
         ({"max_epochs": -1, "max_steps": 12}, 12, 2),
         ({"max_epochs": 5, "max_steps": 0}, 0, 0),
         ({"max_epochs": 1, "max_steps": 100}, 6, 1),
-        ({"max_epochs": 2, "limit_train_batches": 4}, 8, 2),
         ({"max_epochs": 2, "limit_train_batches": 100}, 12, 2),
         ({"max_epochs": 2, "limit_train_batches": 0.5}, 6, 2),
         ({"max_epochs": 2, "limit_train_batches": 1.0}, 12, 2),
@@ -92,13 +62,6 @@ def test_length(options, steps, epochs):
     done = fit(**options)  # 6 batches an epoch
     assert done.global_step == done.run.step == steps
     assert epochs is None or done.current_epoch == done.run.epoch == epochs
-
-
-def test_the_batches_of_a_limited_epoch_are_the_first_ones():
-    net = Net()
-    expected = by_hand(net, list(loader())[:2], epochs=2)
-    fit(net, limit_train_batches=2, max_epochs=2)
-    assert_equal(net, expected)
 
 
 class Stopper:
@@ -115,15 +78,8 @@ class Stopper:
 
 @pytest.mark.parametrize(
     ("asked_in", "flush_every", "stops_after"),
-    [(1, 4, 4), (4, 4, 4), (5, 4, 6), (1, 50, 6), (7, 50, 12), (7, 1, 7)],
-    ids=[
-        "next flush",
-        "this flush",
-        "end of epoch before the flush",
-        "end of epoch",
-        "end of the second",
-        "at once",
-    ],
+    [(1, 4, 4), (4, 4, 4), (5, 4, 6), (7, 50, 12)],
+    ids=["next flush", "this flush", "end of epoch before the flush", "end of the second"],
 )
 def test_should_stop_takes_effect_at_a_flush_or_the_end_of_an_epoch(
     asked_in, flush_every, stops_after
@@ -143,30 +99,23 @@ def test_a_second_fit_forgets_that_the_first_should_stop():
     assert one.global_step == 6
 
 
-@pytest.mark.filterwarnings("ignore:should_stop waits")
 @pytest.mark.parametrize(
     ("least", "stops_after"),
     [
         ({"min_epochs": 3}, 18),
         ({"min_steps": 9}, 9),
-        ({"min_steps": 18, "min_epochs": 2}, 18),
         ({"min_steps": 8, "min_epochs": 2}, 12),
-        ({"min_epochs": 1}, 6),
-        ({"min_epochs": 0, "min_steps": 0}, 2),
         ({"min_steps": 20, "max_epochs": 2}, 12),
         ({"min_epochs": 2, "max_steps": 7}, 7),
         ({"min_steps": 4, "accumulate_grad_batches": 2}, 4),
     ],
 )
-def test_should_stop_waits_for_the_least_training(least, stops_after):
+def test_should_stop_waits_for_the_least_training_with_a_warning(least, stops_after):
     """Epochs have 6 batches. The stop is requested in step 2, and each step flushes."""
     options = {"max_epochs": 9, **least}
-    assert fit(plugins=[Stopper(2)], log_every_n_steps=1, **options).global_step == stops_after
-
-
-def test_waiting_is_a_warning():
-    with pytest.warns(UserWarning, match="should_stop waits for min_epochs=0 and min_steps=4"):
-        fit(plugins=[Stopper(2)], log_every_n_steps=1, max_epochs=9, min_steps=4)
+    with pytest.warns(UserWarning, match="should_stop waits for min_epochs="):
+        done = fit(plugins=[Stopper(2)], log_every_n_steps=1, **options)
+    assert done.global_step == stops_after
 
 
 @pytest.mark.filterwarnings("ignore:should_stop waits")
@@ -196,20 +145,15 @@ class Seen(EvalNet):
 
 
 @pytest.mark.filterwarnings("ignore:overfit_batches turns off")
-@pytest.mark.parametrize("workers", [{}, {"num_workers": 1, "persistent_workers": True}])
-@pytest.mark.parametrize("amount", [2, 0.34])
+@pytest.mark.parametrize(
+    ("amount", "workers"), [(2, {"num_workers": 1, "persistent_workers": True}), (0.34, {})]
+)
 def test_overfit_batches_repeats_the_first_batches_in_order(amount, workers):
     net, first = Seen(), [batch[0][0, 0].item() for batch in loader()][:2]
     shuffled = loader(shuffle=True, **workers)
-    fit(net, shuffled, loader(shuffle=True), overfit_batches=amount, max_epochs=3)
-    assert net.trained == net.validated == first * 3
+    fit(net, shuffled, loader(shuffle=True), overfit_batches=amount, max_epochs=2)
+    assert net.trained == net.validated == first * 2
     assert isinstance(shuffled.sampler, torch.utils.data.RandomSampler)
-
-
-def test_overfit_batches_says_that_it_turns_shuffling_off():
-    with pytest.warns(UserWarning, match="turns off the shuffling of the train loader") as caught:
-        fit(EvalNet(), loader(shuffle=True), loader(), overfit_batches=1)
-    assert len([one for one in caught if "shuffling" in str(one.message)]) == 1
 
 
 def test_a_loader_in_order_needs_no_warning(recwarn):
@@ -221,9 +165,10 @@ def test_a_loader_in_order_needs_no_warning(recwarn):
 def test_samplers_of_torch_lose_their_shuffling_and_others_keep_their_order():
     own = torch.utils.data.SubsetRandomSampler([9, 5, 7, 1])
     net = Seen()
-    with pytest.warns(UserWarning, match="turns off"):
-        fit(net, loader(sampler=own), overfit_batches=1, max_epochs=3)
-    assert net.trained == [samples()[9][0][0].item()] * 3
+    with pytest.warns(UserWarning, match="turns off the shuffling of the train loader") as caught:
+        fit(net, loader(sampler=own), overfit_batches=1, max_epochs=2)
+    assert len([one for one in caught if "shuffling" in str(one.message)]) == 1
+    assert net.trained == [samples()[9][0][0].item()] * 2
 
     class Backwards(torch.utils.data.Sampler):
         def __iter__(self):
@@ -277,11 +222,8 @@ def test_without_detect_anomaly_the_users_setting_stays():
 
 
 def test_a_loader_without_length_runs_until_it_is_exhausted():
-    net = Net()
-    expected = by_hand(net, loader(), epochs=2)
-    done = fit(net, Stream(loader()), max_epochs=2)
-    assert_equal(net, expected)
-    assert done.num_training_batches == math.inf
+    assert fit(train=Stream(loader()), max_epochs=2).num_training_batches == math.inf
+    assert fit(train=Stream(loader()), max_epochs=2).global_step == 12
 
 
 def endless():
@@ -301,9 +243,7 @@ def test_a_limit_ends_the_epoch_of_an_endless_loader(make):
     assert fit(train=make(), limit_train_batches=7, max_epochs=2).global_step == 14
 
 
-@pytest.mark.parametrize(
-    "empty", [[], Stream([]), loader(2, 4, drop_last=True)], ids=["list", "no length", "drop_last"]
-)
+@pytest.mark.parametrize("empty", [[], Stream([])], ids=["list", "no length"])
 def test_an_empty_loader_is_an_error(empty):
     with pytest.raises(TrainingError, match=r"empty|no batch"):
         fit(train=empty)
@@ -346,19 +286,6 @@ def test_a_window_of_none_losses_steps_nothing():
     )
 
 
-def test_a_wrapper_of_forward_that_forgets_return_is_an_error_that_names_it():
-    class Forgets:
-        @hookimpl(wrapper=True)
-        def forward(self, run):
-            yield
-
-    with pytest.raises(
-        TrainingError,
-        match="Forgets: its wrapper of the hook 'forward' made None of the owner's Tensor",
-    ):
-        fit(plugins=[Forgets()])
-
-
 def test_an_iterator_that_an_earlier_epoch_has_read_to_its_end_is_said_so():
     with pytest.raises(
         TrainingError,
@@ -377,10 +304,7 @@ def told(net, **options):
     ]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"max_epochs": 2}, {"max_epochs": None, "max_steps": 3}, {"accumulate_grad_batches": 4}],
-)
+@pytest.mark.parametrize("options", [{"max_epochs": 2}, {"accumulate_grad_batches": 4}])
 def test_a_first_epoch_of_none_losses_is_one_warning(options):
     (message,) = told(Returning(lambda loss, _: None), **options)
     assert "every training_step returned None, or" in message
@@ -396,43 +320,27 @@ def test_a_first_epoch_in_which_no_stepped_parameter_got_a_gradient_is_a_warning
     )
 
 
-@pytest.mark.parametrize("optimizer", [SGD, partial(torch.optim.SGD, lr=0.0), torch.optim.LBFGS])
-@pytest.mark.parametrize("skipped", [(), range(1, 6), range(5)])
+@pytest.mark.parametrize(
+    ("optimizer", "skipped"),
+    [(SGD, range(5)), (partial(torch.optim.SGD, lr=0.0), range(1, 6)), (torch.optim.LBFGS, ())],
+)
 def test_a_first_epoch_with_one_step_that_trained_is_no_warning(optimizer, skipped):
-    assert not told(
-        Returning(
-            lambda loss, batch_idx: None if batch_idx in skipped else loss, optimizer=optimizer
-        )
-    )
+    def loss_or_none(loss, batch_idx):
+        return None if batch_idx in skipped else loss
 
-
-def test_a_dict_with_the_loss_trains_as_the_loss_does():
-    net = Returning(lambda loss, _: {"loss": loss, "more": [1, "text"]})
-    expected = by_hand(net, loader())
-    fit(net)
-    assert_equal(net, expected)
+    assert not told(Returning(loss_or_none, optimizer=optimizer))
 
 
 @pytest.mark.parametrize(
     ("what", "words"),
     [
         (lambda loss, _: loss.detach(), "requires_grad=False"),
-        (lambda loss, _: {"loss": loss.detach()}, "requires_grad=False"),
         (lambda loss, _: loss * torch.ones(4), r"one number.*\[4\]"),
-        (lambda loss, _: loss.item(), "returned float"),
         (lambda loss, _: [loss], "returned list"),
         (lambda loss, _: {"losses": loss}, "'losses'"),
         (lambda loss, _: {"loss": 1.0}, "training_step returned"),
     ],
-    ids=[
-        "detached",
-        "detached in a dict",
-        "not a scalar",
-        "float",
-        "list",
-        "dict without loss",
-        "number in a dict",
-    ],
+    ids=["detached", "not a scalar", "list", "dict without loss", "number in a dict"],
 )
 def test_a_loss_that_cannot_be_learnt_from(what, words):
     with pytest.raises(TrainingError, match=words):
@@ -459,10 +367,7 @@ def test_training_step_may_take_the_batch_alone():
         def training_step(self, batch):
             return self.loss(batch)
 
-    net = Short()
-    expected = by_hand(net, loader())
-    fit(net)
-    assert_equal(net, expected)
+    assert fit(Short()).global_step == 6
 
 
 def test_training_step_end_gets_a_list_of_one_output():
@@ -483,24 +388,19 @@ def test_training_step_end_gets_a_list_of_one_output():
     assert_equal(net, expected)
 
 
-@pytest.mark.parametrize("as_dict", [False, True])
-def test_training_epoch_end_gets_detached_outputs(as_dict):
+def test_training_epoch_end_gets_detached_outputs():
     class Ends(Returning):
         epochs = ()
 
         def training_epoch_end(self, outputs):
             self.epochs = (*self.epochs, list(outputs))
 
-    net = Ends(lambda loss, _: {"loss": loss, "two": [loss * 2]} if as_dict else loss)
+    net = Ends(lambda loss, _: {"loss": loss, "two": [loss * 2]})
     fit(net, max_epochs=2, accumulate_grad_batches=2)
     assert [len(outputs) for outputs in net.epochs] == [6, 6]
     for output in net.epochs[0]:
-        tensors = [output["loss"], output["two"][0]] if as_dict else [output]
-        assert not any(tensor.requires_grad for tensor in tensors)
-    first, last = (
-        output["loss"] if as_dict else output for output in (net.epochs[0][0], net.epochs[1][0])
-    )
-    assert last < first  # it learns
+        assert not any(tensor.requires_grad for tensor in (output["loss"], *output["two"]))
+    assert net.epochs[1][0]["loss"] < net.epochs[0][0]["loss"]  # it learns
 
 
 # --- order ----------------------------------------------------------------------------------------
@@ -627,17 +527,6 @@ def test_on_train_batch_hooks_are_called_for_each_micro_batch():
     assert net.ended == tuple((i, i) for i in range(6)) * 2
 
 
-def test_on_train_batch_end_comes_after_the_optimizer_step():
-    class Watching(Net):
-        def on_train_batch_start(self, batch, batch_idx):
-            self.before = weights(self)
-
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            assert differ(self, self.before)
-
-    fit(Watching())
-
-
 class Leaves(EvalNet):
     """Ends an epoch at one batch."""
 
@@ -651,24 +540,22 @@ class Leaves(EvalNet):
 
 
 @pytest.mark.parametrize(
-    ("at", "accumulate", "expected"),
-    [(0, 1, [(0, 0), (0, 0)]), (2, 1, [(2, 2), (2, 4)]), (3, 2, [(2, 1), (2, 2)])],
-)
-@pytest.mark.parametrize(
-    "callbacks", [[], [type("Watches", (Callback,), {"on_train_batch_start": lambda *_: None})()]]
+    ("at", "accumulate", "expected", "callbacks"),
+    [
+        (0, 1, [(0, 0), (0, 0)], []),
+        (2, 1, [(2, 2), (2, 4)], [Callback]),
+        (3, 2, [(2, 1), (2, 2)], []),
+    ],
 )
 def test_minus_one_of_on_train_batch_start_leaves_out_the_rest_of_the_epoch(
     at, accumulate, expected, callbacks
 ):
-    net, wraps = Leaves(at), Recorder()
-    fit(
-        net,
-        val=loader(4),
-        max_epochs=2,
-        accumulate_grad_batches=accumulate,
-        callbacks=callbacks,
-        plugins=[wraps],
-    )
+    net = Leaves(at)
+    watches = [
+        type("Watches", (one,), {"on_train_batch_start": lambda *_: None})() for one in callbacks
+    ]
+    options = {"accumulate_grad_batches": accumulate, "callbacks": watches}
+    fit(net, val=loader(4), max_epochs=2, plugins=[Recorder()], **options)
     assert net.epochs == expected
     assert [stage for stage, *_ in net.seen] == ["validate", "validate"]
 
@@ -709,76 +596,14 @@ def test_outputs_of_on_train_batch_end_have_no_graph(manual):
             return {"loss": loss, "more": [loss * 2]}
 
         def on_train_batch_end(self, outputs, batch, batch_idx):
-            kept.append(outputs)
+            kept.extend((outputs["loss"], *outputs["more"]))
 
     fit(Keeps(), **({} if manual else {"accumulate_grad_batches": 2}))
-    assert len(kept) == 6
-    assert not any(
-        tensor.requires_grad for outputs in kept for tensor in (outputs["loss"], *outputs["more"])
-    )
+    assert len(kept) == 12
+    assert not any(tensor.requires_grad for tensor in kept)
 
 
 # --- hooks and counters in the loop ---------------------------------------------------------------
-
-
-def test_a_wrapper_of_reduce_gradients_sees_the_gradients():
-    class GradientNorm:
-        norms = ()
-
-        @hookimpl(wrapper=True)
-        def reduce_gradients(self, run):
-            yield
-            self.norms = (
-                *self.norms,
-                torch.nn.utils.get_total_norm([p.grad for p in run.module.parameters()]).item(),
-            )
-
-    net, watch, expected = Net(), GradientNorm(), []
-    by_hand(
-        net,
-        loader(),
-        before_step=lambda m: expected.append(
-            torch.nn.utils.get_total_norm([p.grad for p in m.parameters()]).item()
-        ),
-    )
-    fit(net, plugins=[watch])
-    assert watch.norms == tuple(expected)
-
-
-def test_counters():
-    class Counters:
-        seen = ()
-
-        @hookimpl
-        def on_epoch_start(self, run):
-            self.note("start", run)
-
-        @hookimpl
-        def on_step_end(self, run):
-            self.note("step", run)
-
-        @hookimpl
-        def on_epoch_end(self, run):
-            self.note("end", run)
-
-        def note(self, what, run):
-            assert (run.trainer.global_step, run.trainer.current_epoch) == (run.step, run.epoch)
-            assert (run.module.global_step, run.module.current_epoch) == (run.step, run.epoch)
-            self.seen = (*self.seen, (what, run.step, run.epoch))
-
-    counters = Counters()
-    done = fit(plugins=[counters], limit_train_batches=2, max_epochs=2)
-    assert counters.seen == (
-        ("start", 0, 0),
-        ("step", 1, 0),
-        ("step", 2, 0),
-        ("end", 2, 0),
-        ("start", 2, 1),
-        ("step", 3, 1),
-        ("step", 4, 1),
-        ("end", 4, 1),
-    )
-    assert (done.global_step, done.current_epoch) == (4, 2)
 
 
 @pytest.mark.parametrize(("skips", "rate"), [(False, 0.1 * 0.5**6), (True, 0.1 * 0.5**4)])
@@ -821,17 +646,3 @@ def test_hooks_are_frozen_during_the_loop():
     one.fit(Net(), loader())
     one.fit(Net(), loader())  # the next run has its own callers
     assert late.seen == ("asked", "asked")
-
-
-def test_the_batch_of_a_step_is_that_of_the_loader():
-    class Batches:
-        got = ()
-
-        @hookimpl(wrapper=True)
-        def step(self, micro_batches):
-            self.got = (*self.got, *(x for x, _ in micro_batches))
-            return (yield)
-
-    batches = Batches()
-    fit(plugins=[batches], accumulate_grad_batches=4)
-    assert torch.equal(torch.cat(batches.got), samples().tensors[0])

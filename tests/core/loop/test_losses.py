@@ -76,20 +76,21 @@ def assert_same(module, expected):
     )
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.05}])
+@pytest.mark.parametrize(
+    ("ranks", "accumulate", "options"),
+    [(1, 1, {}), (1, 4, {"gradient_clip_val": 0.05}), (2, 1, {}), (2, 4, {}), (3, 1, {})],
+)
 def test_gradients_equal_those_of_one_batch(ranks, accumulate, options):
     weighted, one = Weighted(), OfOneBatch()
-    train(weighted, ranks, 1, accumulate_grad_batches=accumulate, max_epochs=2, **options)
-    train(one, 1, ranks * accumulate, max_epochs=2, **options)
+    train(weighted, ranks, 1, accumulate_grad_batches=accumulate, **options)
+    train(one, 1, ranks * accumulate, **options)
     assert_same(weighted, one)
 
 
 @pytest.mark.parametrize(
     "weight",
-    [int, float, lambda w: w, lambda w: w.double(), lambda w: w.half(), lambda w: w.reshape(1)],
-    ids=["int", "float", "int64", "float64", "float16", "one element"],
+    [int, lambda w: w.half(), lambda w: w.reshape(1)],
+    ids=["int", "float16", "one element"],
 )
 def test_a_weight_is_any_number(weight):
     weighted, one = Weighted(weight), OfOneBatch()
@@ -134,9 +135,7 @@ def test_gradients_of_a_scaled_loss_equal_those_of_one_batch():
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    "weight", [-1, float("nan"), float("inf"), "2", True, 1j, None, torch.ones(2), [1]]
-)
+@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), "2", True, None, torch.ones(2)])
 def test_other_weights_are_refused(weight):
     module = Weighted()
     module.training_step = lambda batch, batch_idx: {
@@ -147,8 +146,7 @@ def test_other_weights_are_refused(weight):
         train(module)
 
 
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("first", "ranks"), [(True, 1), (False, 2)])
 def test_every_loss_has_a_weight_or_none(first, ranks):
     given = iter([first, first, not first] * ranks)
     module = Weighted()
@@ -157,8 +155,7 @@ def test_every_loss_has_a_weight_or_none(first, ranks):
         train(module)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize(("which", "accumulate"), [(0, 2), (1, 1)])
 def test_weights_on_some_ranks_are_refused(which, accumulate):
     class Module(Weighted):
         def training_step(self, batch, batch_idx):

@@ -5,10 +5,10 @@ import math
 import psutil
 import pytest
 import torch
-from small_models import EvalNet, assert_equal, differ, loader, samples, trainer
+from small_models import EvalNet, assert_equal, loader, samples, trainer
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-from geartrain import DataModule, TrainingError, UsageError
+from geartrain import TrainingError, UsageError
 from geartrain.callbacks import ModelCheckpoint
 from geartrain.testing import ThreadRanks
 
@@ -46,32 +46,26 @@ def fit(net=None, every=2, strategy="single", **options):
     return net
 
 
-@pytest.mark.parametrize(
-    ("every", "made"), [(0, [0]), (1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (9, [0])]
-)
+@pytest.mark.parametrize(("every", "made"), [(0, [0]), (2, [0, 2, 4]), (9, [0])])
 def test_loaders_are_made_in_each_nth_epoch(every, made):
     net = fit(every=every)
     assert net.made == net.validated == made
 
 
-@pytest.mark.parametrize(("every", "made"), [(1, [0, 2, 5]), (2, [0, 2, 4])])
-def test_no_loader_is_made_to_validate_if_no_validation_comes_before_the_next(every, made):
-    net = fit(every=every, max_epochs=6, check_val_every_n_epoch=3)
-    assert net.validated == made
+def test_no_loader_is_made_to_validate_if_no_validation_comes_before_the_next():
+    net = fit(every=1, max_epochs=6, check_val_every_n_epoch=3)
+    assert net.validated == [0, 2, 5]
 
 
-@pytest.mark.parametrize("strategy", ["single", ThreadRanks(2)])
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_an_epoch_has_the_batches_of_its_loader(strategy, accumulate):
-    net, counts = Again(), []
-    ranks = 1 if strategy == "single" else 2
-
+@pytest.mark.parametrize(("ranks", "accumulate"), [(1, 2), (2, 1)])
+def test_an_epoch_has_the_batches_of_its_loader(ranks, accumulate):
     class Counts(Again):
         def on_train_epoch_start(self):
             counts.append((self.trainer.current_epoch, self.trainer.num_training_batches))
 
-    net = Counts()
-    fit(net, every=1, strategy=strategy, accumulate_grad_batches=accumulate)
+    counts = []
+    strategy = ThreadRanks(2) if ranks == 2 else "single"
+    fit(Counts(), every=1, strategy=strategy, accumulate_grad_batches=accumulate)
     expected = [(n, math.ceil(math.ceil((8 + n) / ranks) / 4)) for n in range(5)]
     assert sorted(set(counts)) == expected
 
@@ -91,30 +85,23 @@ def test_old_workers_end():
     assert len(workers()) == before
 
 
-@pytest.mark.parametrize("every", [1, 2, 3])
-@pytest.mark.parametrize("step", [4, 5, 6, 7, 9, 11])
+@pytest.mark.parametrize(("every", "step"), [(1, 5), (2, 4), (2, 6), (3, 9)])
 def test_a_run_that_resumes_has_the_same_loaders(tmp_path, every, step):
-    def run(folder, net, **options):
+    def run(folder, **options):
         saver = ModelCheckpoint(
             dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1
         )
         one = trainer(
-            plugins=[saver],
-            max_epochs=5,
-            seed=1,
-            reload_dataloaders_every_n_epochs=every,
-            num_sanity_val_steps=0,
+            plugins=[saver], max_epochs=4, seed=1, reload_dataloaders_every_n_epochs=every
         )
+        net = Again()
         one.fit(net, **options)
         return net
 
     torch.manual_seed(0)
-    whole = run(tmp_path / "whole", Again())
-    path = tmp_path / "whole" / f"step={step}.ckpt"
+    whole = run(tmp_path / "whole")
     torch.rand(3)
-    resumed = run(tmp_path / "again", Again(), ckpt_path=path)
-    assert_equal(whole, resumed)
-    assert differ(whole, Again())
+    assert_equal(whole, run(tmp_path / "again", ckpt_path=tmp_path / "whole" / f"step={step}.ckpt"))
 
 
 def test_means_are_weighted_by_the_batch_size_of_the_new_loader():
@@ -130,19 +117,6 @@ def test_means_are_weighted_by_the_batch_size_of_the_new_loader():
     one = trainer(max_epochs=2, reload_dataloaders_every_n_epochs=1)
     one.fit(Sizes())
     assert one.callback_metrics["mean"] == pytest.approx(5.5)
-
-
-def test_a_data_module_makes_them():
-    class Data(DataModule):
-        made = 0
-
-        def train_dataloader(self):
-            self.made += 1
-            return loader()
-
-    data, one = Data(), trainer(max_epochs=3, reload_dataloaders_every_n_epochs=1)
-    one.fit(EvalNet(), datamodule=data)
-    assert data.made == 3
 
 
 def test_loaders_that_were_given_are_refused():

@@ -116,8 +116,9 @@ def test_the_results_of_the_owners_are_trained():
     assert one.run.model.calls == ["training_step"] * 2
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize(
+    ("command", "ranks"), [("fit", 2), ("validate", 1), ("test", 1), ("predict", 2)]
+)
 def test_the_hooks_of_a_model_that_was_wrapped_in_place_are_called(command, ranks):
     plugin, batches = CountsInPlace(), loader(batch_size=4 // ranks)
     strategy = ThreadRanks(ranks) if ranks > 1 else None
@@ -213,10 +214,9 @@ class Leaves(EvalNet):
         self.leave("validation_step")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("code", [0, None])
 @pytest.mark.parametrize(
-    "method", ["setup", "training_step", "validation_step", "on_train_epoch_end"]
+    ("method", "code", "ranks"),
+    [("setup", None, 1), ("training_step", 0, 1), ("validation_step", 0, 2), ("setup", None, 2)],
 )
 def test_sys_exit_fails_the_run_and_names_the_line(method, code, ranks, tmp_path):
     strategy = {"strategy": ThreadRanks(2)} if ranks == 2 else {}

