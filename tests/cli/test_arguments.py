@@ -18,16 +18,7 @@ pytestmark = pytest.mark.usefixtures("chip")
 # --- spelling -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--max-epochs 7",
-        "--max_epochs 7",
-        "--max-epochs=7",
-        "--max_epochs=7",
-        "--seed 1 --max-epochs 7",
-    ],
-)
+@pytest.mark.parametrize("words", ["--max-epochs 7", "--max_epochs=7"])
 def test_dashes_and_underscores_mean_the_same(plan, words):
     assert plan(words)["options"]["max_epochs"] == 7
 
@@ -41,16 +32,12 @@ def test_dashes_and_underscores_in_the_target_s_options(plan, words):
     ("words", "expected"),
     [
         ("--deterministic", ("deterministic", True)),
-        ("--deterministic --seed 1", ("deterministic", True)),
         ("--deterministic=warn", ("deterministic", "warn")),
         ("--deterministic false", ("deterministic", False)),
         ("--fast-dev-run", ("fast_dev_run", 1)),
         ("--fast-dev-run 3", ("fast_dev_run", 3)),
         ("--enable-progress-bar false", ("enable_progress_bar", False)),
-        ("--enable-progress-bar --seed 1", ("enable_progress_bar", True)),
         ("--quiet", ("enable_progress_bar", False)),
-        ("-q", ("enable_progress_bar", False)),
-        ("--deterministic -q", ("enable_progress_bar", False)),
         ("--deterministic -q", ("deterministic", True)),
         ("-q --max-steps 3", ("enable_progress_bar", False)),
         ("--limit-train-batches 0.5", ("limit_train_batches", 0.5)),
@@ -71,7 +58,7 @@ def test_values_and_bare_flags(plan, words, expected):
 
 @pytest.mark.parametrize(
     ("words", "asked"),
-    [("--max-epoch 7", "--max_epoch"), ("--max 7", "--max"), ("--model.hid 2", "--model.hid")],
+    [("--max-epoch 7", "--max_epoch"), ("--model.hid 2", "--model.hid")],
 )
 def test_an_abbreviation_is_an_unknown_option(refused, words, asked):
     """Abbreviations would let a new option of geartrain change the meaning of a script."""
@@ -91,9 +78,7 @@ def test_names_are_the_same_in_capitals(plan):
     ] == ["scaled", "chip", "bell"]
 
 
-@pytest.mark.parametrize(
-    ("words", "found"), [("3", [0, 1, 2]), ("-1", [0, 1, 2, 3]), ("1,3", [1, 3]), ("2,", [2])]
-)
+@pytest.mark.parametrize(("words", "found"), [("-1", [0, 1, 2, 3]), ("1,3", [1, 3])])
 def test_devices_in_each_form(plan, words, found):
     facts = plan(f"--accelerator chip --strategy scaled --devices {words}")
     assert facts["devices"] == found
@@ -106,7 +91,6 @@ def test_devices_in_each_form(plan, words, found):
 @pytest.mark.parametrize(
     "words",
     [
-        "--strategy scaled --strategy.scale 0.5 --strategy.in-units s",
         "--strategy=scaled --strategy.scale=0.5 --strategy.in_units=s",
         "--strategy.scale 0.5 --strategy.in_units s --strategy scaled",
     ],
@@ -121,12 +105,7 @@ def test_accelerator_options(fit):
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        "--plugin bell --bell.times 2",
-        "--plugin=bell --bell.times=2",
-        "--plugin door-bell --door-bell.times=2",
-    ],
+    "words", ["--plugin bell --bell.times 2", "--plugin=door-bell --door-bell.times=2"]
 )
 def test_options_of_an_installed_plugin(fit, words):
     assert "dingding\n" in fit(words)
@@ -135,11 +114,9 @@ def test_options_of_an_installed_plugin(fit, words):
 @pytest.mark.parametrize(
     "words",
     [
-        "--plugin my_hooks.py --my_hooks.every 3",
-        "--plugin my_hooks.py --my-hooks.every 3",
+        "--plugin ./my_hooks.py --my-hooks.every 3",
         "--plugin my-hooks.py --my-hooks.every 3",
         "--plugin my_hooks.py:Steps --Steps.every 3",
-        "--plugin ./my_hooks.py --my_hooks.every 3",
     ],
 )
 def test_options_of_a_plugin_in_a_file(fit, folder, words):
@@ -168,11 +145,9 @@ def test_several_plugins_each_with_its_options(fit, write):
     [
         ("--strategy.scale 2", ["--strategy.scale", "--strategy NAME"]),
         ("--strategy single --strategy.scale 2", ["--strategy.scale", "'single' takes no options"]),
-        ("--strategy scaled --strategy.scal 2", ["--strategy.scal.", "'strategy.scale'"]),
         ("--strategy scaled --strategy.scale half", ["--strategy.scale", "float", "half"]),
         ("--bell.times 2", ["--bell.times", "--plugin bell"]),
         ("--plugin bell --bell.time 2", ["--bell.time.", "'bell.times'"]),
-        ("--plugin bell --bell.times often", ["--bell.times", "int", "often"]),
         ("--plugin functions.py --functions.every 2", ["--functions.every", "takes no options"]),
     ],
 )
@@ -191,7 +166,7 @@ def test_one_plugin_given_twice_is_an_error(refused, words):
     assert "twice" in refused(f"fit net.py --max-epochs 1 {words}")
 
 
-@pytest.mark.parametrize("name", ["seed", "model", "data", "strategy"])
+@pytest.mark.parametrize("name", ["seed", "model"])
 def test_a_plugin_s_file_cannot_have_an_option_s_name(refused, folder, name):
     shutil.copy(folder / "my_hooks.py", folder / f"{name}.py")
     error = refused(f"fit net.py --plugin {name}.py")
@@ -232,9 +207,11 @@ def test_help_shows_every_option_as_it_is_typed(command):
         assert words in done.out
     assert "_options" not in done.out
     assert "the module is made" not in done.out
+    plain = command("fit net.py --help").out
+    assert not any(name in plain for name in ("--strategy.scale", "turbo", "--my_hooks.every"))
 
 
-@pytest.mark.parametrize("line", ["fit --help", "explain -h", "predict --help"])
+@pytest.mark.parametrize("line", ["fit --help", "explain -h"])
 def test_help_without_a_target_shows_the_trainer_s_options(command, line):
     done = command(line)
     assert done.code == 0
@@ -270,9 +247,7 @@ def selected(facts):
     return [plugin["name"] for plugin in facts["plugins"]]
 
 
-@pytest.mark.parametrize(
-    "words", ["--csv", "--csv --csv.path a.csv", "--csv -q", "--plugin csv --csv"]
-)
+@pytest.mark.parametrize("words", ["--csv --csv.path a.csv", "--plugin csv --csv"])
 def test_flag_selects_the_plugin_of_that_name_once(plan, words):
     assert selected(plan(f"--output out {words}")).count("csv") == 1
 

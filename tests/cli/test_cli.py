@@ -22,6 +22,7 @@ SEEDED = [
 ]
 
 
+@pytest.mark.end_to_end
 def test_a_script_trains_and_tests_as_the_command_does(python, command, folder):
     """The weights are bitwise equal, and so are the metrics."""
     assert command(" ".join(["fit net.py --output by_command", *SEEDED])).code == 0
@@ -54,6 +55,7 @@ def test_a_script_trains_and_tests_as_the_command_does(python, command, folder):
     )
 
 
+@pytest.mark.end_to_end
 def test_a_script_exits_as_the_command_does(python):
     wrong = python("net.py", "--max-epoch", "2")
     assert wrong.returncode == 2
@@ -68,8 +70,13 @@ def cli(folder):
     return lambda *argv: gt.cli(*find_target("net.py"), argv=argv)
 
 
-def test_cli_gives_the_trainer_after_the_run(cli):
+def test_cli_gives_the_trainer_after_a_run_that_equals_the_commands(cli, command):
+    assert command(" ".join(["fit net.py --output out", *SEEDED])).code == 0
     trainer = cli(*SEEDED)
+    saved = torch.load("out/last.ckpt", weights_only=True)["model"]
+    weights = trainer.run.module.state_dict()
+    assert saved.keys() == weights.keys()
+    assert all(torch.equal(saved[name], weights[name]) for name in saved)
     assert isinstance(trainer, gt.Trainer)
     assert (trainer.global_step, trainer.current_epoch) == (4, 2)
     assert set(trainer.callback_metrics) == {"train_loss", "val_loss"}

@@ -65,16 +65,6 @@ def test_the_file_s_data_module_is_used(fit, left):
     assert left("out", "summary.json")["steps"] == 2
 
 
-def test_a_module_may_bring_its_own_data(fit, write, left):
-    write(
-        "alone.py",
-        "from net import Data, Net\nclass Alone(Net):\n"
-        "    def train_dataloader(self): return Data(8).train_dataloader()\n",
-    )
-    fit("--output out", target="alone.py")
-    assert left("out", "summary.json")["steps"] == 2
-
-
 @pytest.mark.parametrize("verb", ["test", "validate"])
 def test_a_checkpoint_gives_the_metrics_that_it_was_saved_with(command, fit, left, verb):
     fit("--seed 1 --output out --max-epochs 2")
@@ -134,26 +124,14 @@ def test_fast_dev_run_tries_everything_and_writes_nothing(command, folder):
 # --- repeatable -----------------------------------------------------------------------------------
 
 
-def test_one_seed_gives_bitwise_equal_weights(fit, weights):
+def test_one_seed_gives_bitwise_equal_weights(fit, refused, weights):
     """Initial weights, dropout and the order of the samples all depend on the seed."""
     for run, seed in (("a", 5), ("b", 5), ("c", 6)):
         torch.seed()  # the previous random state must not matter
-        fit(f"--seed {seed} --max-epochs 2 --output {run}")
+        fit(f"--seed {seed} --output {run}")
     assert same(weights("a"), weights("b"))
     assert not same(weights("a"), weights("c"))
-
-
-def test_plugins_that_only_observe_change_no_weight(fit, weights):
-    fit("--seed 5 --output a")
-    fit("--seed 5 --output b --plugin my_hooks.py --log-every-n-steps 1")
-    assert same(weights("a"), weights("b"))
-
-
-def test_a_folder_that_holds_a_run_is_not_overwritten(fit, refused, weights):
-    fit("--seed 1 --output out")
-    before = weights("out")
-    assert "already contains a run" in refused("fit net.py --seed 2 --output out")
-    assert same(weights("out"), before)
+    assert "already contains a run" in refused("fit net.py --output a")
 
 
 def test_resume_continues_with_the_folder(command, fit, weights, folder):
@@ -191,33 +169,28 @@ def test_resume_from_a_file_and_without_a_file(fit, refused, weights):
 
 # --- how they fail --------------------------------------------------------------------------------
 
-FAILING = {
-    "training_step": "    def training_step(self, batch, batch_idx): return 1 / 0\n",
-    "validation_step": "    def validation_step(self, batch, batch_idx): return 1 / 0\n",
-    "__init__": "    def __init__(self, lr: float = 0.1): 1 / 0\n",
-    "configure_optimizers": "    def configure_optimizers(self): 1 / 0\n",
-}
 MINE = (
     "from net import Data as Base, Net\nclass Mine(Net):\n{0}    pass\n"
     "class Data(Base):\n    pass\n{1}"
 )
 
 
-@pytest.mark.parametrize("where", FAILING)
-def test_an_error_of_user_code_is_raised_unchanged(command, write, where):
-    write("mine.py", MINE.format(FAILING[where], ""))
-    with pytest.raises(ZeroDivisionError) as raised:
-        command(f"fit mine.py {FAST}")
-    assert raised.traceback[-1].name == where
-    assert not getattr(raised.value, "__notes__", [])
-
-
 #: The code of the console script ``geartrain``.
 COMMAND = "import sys; from geartrain.commands import main; sys.exit(main())"
 
 
+def test_an_error_of_user_code_is_raised_unchanged(command, write):
+    write("mine.py", MINE.format("    def __init__(self, lr: float = 0.1): 1 / 0\n", ""))
+    with pytest.raises(ZeroDivisionError) as raised:
+        command(f"fit mine.py {FAST}")
+    assert raised.traceback[-1].name == "__init__"
+    assert not getattr(raised.value, "__notes__", [])
+
+
+@pytest.mark.end_to_end
 def test_it_exits_with_1_and_the_user_s_traceback(python, write, left):
-    write("mine.py", MINE.format(FAILING["training_step"], ""))
+    body = "    def training_step(self, batch, batch_idx): return 1 / 0\n"
+    write("mine.py", MINE.format(body, ""))
     done = python("-c", COMMAND, "fit", "mine.py", "--output", "out")
     assert done.returncode == 1
     assert "Traceback" in done.stderr
@@ -230,37 +203,14 @@ def test_it_exits_with_1_and_the_user_s_traceback(python, write, left):
     )
 
 
-def test_an_error_of_a_plugin_names_the_plugin(command, write):
-    write(
-        "angry.py",
-        "from geartrain import hookimpl\n@hookimpl\ndef on_step_end(run):\n"
-        "    raise ValueError('enough')\n",
-    )
-    with pytest.raises(ValueError, match="enough") as raised:
-        command(f"fit net.py {FAST} --plugin angry.py")
-    assert "raised in hook 'on_step_end' of angry" in raised.value.__notes__
-
-
 @pytest.mark.parametrize(
     ("module", "data", "words"),
     [
         ("", "    def train_dataloader(self): return []\n", ["train loader is empty"]),
-        ("", "    def train_dataloader(self): return iter(())\n", ["no batch"]),
-        (
-            "    def training_step(self, batch, batch_idx): return super().training_step(batch, "
-            "batch_idx).detach()\n",
-            "",
-            ["requires_grad=False"],
-        ),
         (
             "    def training_step(self, batch, batch_idx): return 'low'\n",
             "",
             ["training_step returned str"],
-        ),
-        (
-            "    def training_step(self, batch, batch_idx): return self.layers(batch[0])\n",
-            "",
-            ["one number", "[4, 1]"],
         ),
         (
             "    def training_step(self, batch, batch_idx): self.log('x', batch[0])\n",
@@ -268,7 +218,7 @@ def test_an_error_of_a_plugin_names_the_plugin(command, write):
             ["self.log('x')", "one number"],
         ),
     ],
-    ids=["empty loader", "empty iterator", "no grad", "no loss", "no scalar", "log of a batch"],
+    ids=["empty loader", "no loss", "log of a batch"],
 )
 def test_an_error_of_geartrain_is_one_message_and_exits_with_1(command, write, module, data, words):
     write("mine.py", MINE.format(module, data))
@@ -299,8 +249,10 @@ def test_a_file_that_is_not_a_checkpoint(command, name, code):
     assert "checkpoint" in done.err
 
 
-@pytest.mark.parametrize("which", ["best", "last"])
-@pytest.mark.parametrize("verb", ["fit", "test", "tune lr", "tune batch-size"])
+@pytest.mark.parametrize(
+    ("verb", "which"),
+    [("fit", "best"), ("test", "last"), ("tune lr", "best"), ("tune batch-size", "last")],
+)
 def test_best_and_last_are_refused_as_checkpoint(command, verb, which):
     done = command(f"{verb} net.py --checkpoint {which} --output out")
     assert done.code == 2
@@ -320,13 +272,6 @@ def test_the_best_checkpoint_by_the_command_line(command, folder):
     refused = command("fit net.py --plugin model_checkpoint")
     assert refused.code == 2
     assert "geartrain-callbacks[model_checkpoint] has no place to write" in refused.err
-
-
-def test_a_checkpoint_of_another_model(command, fit):
-    fit("--output out")
-    done = command("test net.py --checkpoint out/last.ckpt --model.hidden 9")
-    assert done.code == 1
-    assert "out/last.ckpt does not fit Net" in done.err
 
 
 INTERRUPTED = """    def on_train_epoch_start(self):

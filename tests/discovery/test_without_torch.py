@@ -46,9 +46,9 @@ def test_listing_plugins_works():
     assert rows["accelerator", "cpu"]["state"] == "installed"
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
+def test_torch_is_not_imported():
+    """One program, which prints each statement that imports torch."""
+    statements = (
         "import geartrain",
         "import geartrain.planning.registry; geartrain.planning.registry.Registry()",
         "import geartrain.planning.devices",
@@ -56,24 +56,18 @@ def test_listing_plugins_works():
         "import geartrain.loop.run",
         "from geartrain.commands import main; main(['plugins'])",
         "from geartrain.commands import main; main(['--help'])",
-    ],
-)
-def test_no_torch_is_imported_by(statement):
-    result = python(f"import sys; {statement}; print('torch' in sys.modules)")
-    assert result.stdout.splitlines()[-1] == "False", result.stderr
+    )
+    program = "import contextlib, io, sys\nfor statement in sys.argv[1:]:\n"
+    program += "    with contextlib.redirect_stdout(io.StringIO()):\n        exec(statement)\n"
+    program += "    if sys.modules.pop('torch', None): print(statement)"
+    result = python(program, *statements)
+    assert (result.returncode, result.stdout) == (0, ""), result.stderr
 
 
-@pytest.mark.parametrize("kind", ["strategy", "accelerator", "plugin"])
-def test_a_package_is_written(kind, tmp_path):
-    result = command("new", kind, "tandem", "--output", str(tmp_path / "package"))
+def test_a_package_is_written(tmp_path):
+    result = command("new", "strategy", "tandem", "--output", str(tmp_path / "package"))
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "package" / "src" / "geartrain_tandem" / "__init__.py").exists()
-
-
-def test_a_project_is_written(tmp_path):
-    result = command("new", "project", "tandem", "--output", str(tmp_path / "project"))
-    assert result.returncode == 0, result.stderr
-    assert (tmp_path / "project" / "tandem.py").exists()
 
 
 def test_an_unknown_name_is_answered_without_torch():

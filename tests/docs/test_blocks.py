@@ -1,14 +1,11 @@
 """README.md and every page of docs/: each code block behaves as the page shows."""
 
 import contextlib
-import functools
 import os
-import queue
 import shutil
 import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -30,26 +27,10 @@ def _name(page):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory, request):
-    """Return page -> (exit code, output). Two pages run at a time, except in an xdist worker."""
-    chosen = [
-        item.callspec.params["page"]
-        for item in request.session.items
-        if getattr(item, "originalname", "") == "test_page"
-    ]
-    alone = hasattr(request.config, "workerinput")
-    with ThreadPoolExecutor(1 if alone else 2) as pool, contextlib.ExitStack() as ended:
-        runners = queue.SimpleQueue()
-        for _ in range(1 if alone else 2):
-            runners.put(Runner(tmp_path_factory.mktemp("runner")))
-        start = functools.cache(
-            lambda page: pool.submit(_run, page, tmp_path_factory.mktemp(page.stem), runners)
-        )
-        ended.callback(lambda: [runners.get().end() for _ in range(runners.qsize())])
-        if not alone:  # an xdist worker runs only its own tests
-            for page in chosen:
-                start(page)
-        yield lambda page: start(page).result()
+def runner(tmp_path_factory):
+    made = Runner(tmp_path_factory.mktemp("runner"))
+    yield made
+    made.end()
 
 
 class Runner:
@@ -91,22 +72,14 @@ class Runner:
             self._warm = None
 
 
-def _run(page, folder, runners):
-    runner = runners.get()
-    try:
-        return runner.run(page, folder)
-    finally:
-        runners.put(runner)
-
-
 @pytest.mark.timeout(DEADLINE + 30)
 @pytest.mark.parametrize(
     "page",
     [pytest.param(page, marks=() if page.name in FIRST else pytest.mark.page) for page in PAGES],
     ids=_name,
 )
-def test_page(page, run):
-    code, printed = run(page)
+def test_page(page, runner, tmp_path):
+    code, printed = runner.run(page, tmp_path)
     assert code == 0, printed
 
 

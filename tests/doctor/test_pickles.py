@@ -205,7 +205,6 @@ def test_without_geartrain_spawn_the_message_names_it(command, monkeypatch):
         (["--data.workers=0"], False),
         (["--data.workers=2", "--data.method=fork"], False),
         (["--data.workers=2", "--data.method=spawn"], True),
-        (["--data.workers=2", "--data.method=forkserver"], True),
     ],
 )
 def test_loaders_count_if_their_workers_are_not_forked(pickles, pickler, options, needed):
@@ -299,20 +298,10 @@ def test_a_problem_of_a_device_does_not_hide_objects_that_do_not_pickle(
     install("geartrain-empty", source, accelerators={"empty": "A"})
     done = command("doctor --json --pickle target.py --model.locked=true")
     assert done.code == 1
-    assert len(json.loads(done.out)["pickle"]["refused"]) == 2
-
-
-@pytest.mark.usefixtures("known_all_reduce")
-def test_the_whole_command(command):
-    done = command("doctor --pickle target.py --model.locked true --json")
-    assert done.code == 1
     facts = json.loads(done.out)
-    assert [row["path"] for row in facts["pickle"]["refused"]] == [
-        "model.layer.stream",
-        "model.transform.lock",
-    ]
+    assert len(facts["pickle"]["refused"]) == 2
     assert {problem["check"] for problem in facts["problems"]} >= {"pickle"}
-    shown = command("doctor --pickle target.py --model.locked=true").out
+    shown = command("doctor --pickle target.py --model.locked true").out
     assert (
         "model.transform.lock: _thread.lock cannot be pickled" in shown.partition("what to fix")[2]
     )

@@ -2,10 +2,13 @@
 
 import math
 import random
+import sys
 
 import pytest
 import torch
 from PIL import Image, ImageDraw
+
+import geartrain as gt
 
 pytestmark = pytest.mark.timeout(240)  # the tests train, which takes longer on a busy machine
 
@@ -144,68 +147,55 @@ def test_grey_and_transparent_images_are_read(pictures, tmp_path):
 
 
 def folder(root, **classes):
+    """Write so many images of each class."""
+    root.mkdir()
     for name, count in classes.items():
-        (root / name).mkdir(parents=True)
+        (root / name).mkdir()
         for i in range(count):
             Image.new("RGB", (8, 8)).save(root / name / f"{i}.png")
     return root
 
 
-def refused(example, root, *arguments):
-    ran = example(
-        "image_folder", "--data.root", root, "--model.classes", 2, "--max-epochs", 1, *arguments
-    )
-    assert ran.code == 2
-    assert "Traceback" not in ran.errors
-    return ran.errors
+def fit(pictures, root, **options):
+    trainer = gt.Trainer(accelerator="cpu", max_epochs=1, enable_progress_bar=False)
+    data = pictures.ImageFolder(str(root), size=8, **options)
+    trainer.fit(pictures.Classifier(classes=2, width=1), datamodule=data)
 
 
-def test_a_missing_folder(example, tmp_path):
-    assert "there is no folder" in refused(example, tmp_path / "nothing")
+@pytest.mark.parametrize(
+    ("classes", "message"),
+    [
+        ({}, "has 0 folders of images"),
+        ({"a": 3}, "has 1 folders of images"),
+        ({"a": 3, "b": 0}, r"b has 0 images \(.jpeg, .jpg, .png\)"),
+        ({"a": 2, "b": 2, "c": 2}, "has 3 classes, the model 2. Fix: --model.classes 3"),
+    ],
+)
+def test_a_wrong_folder_is_refused(pictures, tmp_path, classes, message):
+    with pytest.raises(gt.UsageError, match=message):
+        fit(pictures, folder(tmp_path / "images", **classes))
 
 
-def test_an_empty_folder(example, tmp_path):
-    (tmp_path / "empty").mkdir()
-    assert "has 0 folders of images" in refused(example, tmp_path / "empty")
+def test_a_missing_folder(pictures, tmp_path):
+    with pytest.raises(gt.UsageError, match="there is no folder"):
+        fit(pictures, tmp_path / "nothing")
 
 
-def test_one_class(example, tmp_path):
-    assert "has 1 folders of images" in refused(example, folder(tmp_path / "one", a=3))
-
-
-def test_a_class_without_images(example, tmp_path):
-    root = folder(tmp_path / "bare", a=3, b=0)
-    assert f"{root / 'b'} has 0 images (.jpeg, .jpg, .png)" in refused(example, root)
-
-
-def test_more_classes_than_the_model_has(example, tmp_path):
-    errors = refused(example, folder(tmp_path / "three", a=2, b=2, c=2))
-    assert "the folder has 3 classes, the model 2.\n" in errors
-    assert "\nFix: --model.classes 3\n" in errors
-
-
-def test_a_file_that_is_not_an_image(example, tmp_path):
+def test_a_file_that_is_not_an_image(pictures, tmp_path):
     root = folder(tmp_path / "text", a=3, b=3)
     (root / "b" / "letter.jpg").write_text("Dear Sir")
-    assert f"{root / 'b' / 'letter.jpg'} is no image that Pillow reads" in refused(example, root)
+    with pytest.raises(gt.UsageError, match=r"letter\.jpg is no image that Pillow reads"):
+        fit(pictures, root)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_image_that_is_cut_off(example, tmp_path, workers):
+def test_an_image_that_is_cut_off(pictures, tmp_path, workers, monkeypatch):
+    monkeypatch.setitem(sys.modules, pictures.__name__, pictures)  # workers pickle its classes
     root = folder(tmp_path / "cut", a=3, b=3)
     Image.effect_noise((64, 64), 90).save(root / "b" / "whole.jpg")
     data = (root / "b" / "whole.jpg").read_bytes()
     (root / "b" / "whole.jpg").write_bytes(data[: len(data) // 2])
-    ran = example(
-        "image_folder",
-        "--data.root",
-        root,
-        "--model.classes",
-        2,
-        "--max-epochs",
-        1,
-        "--data.num_workers",
-        workers,
-    )
-    assert ran.code == 1
-    assert f"{root / 'b' / 'whole.jpg'} cannot be read: image file is truncated" in ran.errors
+    with pytest.raises(
+        gt.TrainingError, match=r"whole\.jpg cannot be read: image file is truncated"
+    ):
+        fit(pictures, root, num_workers=workers)

@@ -4,8 +4,6 @@ import json
 
 import pytest
 
-from .conftest import TARGET
-
 STALLED = """
 from geartrain import hookimpl
 
@@ -24,7 +22,13 @@ def on_stall(epochs):
 
 @pytest.mark.parametrize(
     "strategy",
-    [[], ["--strategy", "ddp_spawn", "--accelerator", "cpu", "--devices", "2"]],
+    [
+        [],
+        pytest.param(
+            ["--strategy", "ddp_spawn", "--accelerator", "cpu", "--devices", "2"],
+            marks=pytest.mark.end_to_end,
+        ),
+    ],
     ids=["single", "ddp_spawn"],
 )
 def test_a_precision_does_its_work_in_every_rank(fit, strategy):
@@ -37,16 +41,6 @@ def test_a_precision_does_its_work_in_every_rank(fit, strategy):
         "even-precision",
         "0.1.0",
     )
-
-
-def test_explain_shows_the_distribution_of_a_precision(geartrain):
-    done = geartrain("explain", TARGET, "--precision", "even")
-    assert done.returncode == 0, done.stderr
-    assert "even (even-precision 0.1.0)" in done.stdout
-
-
-def test_a_wrong_name_of_a_precision_lists_it(refused):
-    assert "even" in refused("--precision", "evn")
 
 
 # --- a command ------------------------------------------------------------------------------------

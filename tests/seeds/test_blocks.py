@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import geartrain as gt
+from geartrain.commands import main
 from geartrain_port import port
 from geartrain_testing.launching import Launched, free_port, launched
 
@@ -241,43 +243,76 @@ def test_block_needs_a_package_that_is_not_installed(block):
 # --- run -----------------------------------------------------------------------------------------
 
 
-def place(folder):
+@pytest.fixture
+def in_folder(tmp_path, monkeypatch):
+    """A working folder with the files that the blocks import."""
     for name in ("completion.py", "my_file.py"):
-        shutil.copy(HERE / name, folder / name)
+        shutil.copy(HERE / name, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
-@pytest.mark.parametrize("block", of("script"))
-def test_block_runs(block, tmp_path):
-    place(tmp_path)
-    (tmp_path / "block.py").write_text(port(block.text).text, encoding="utf-8")
-    with launched("block.py", folder=tmp_path) as run:
+@pytest.mark.parametrize("block", of("script", "ranks"))
+def test_block_runs(block, in_folder, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(in_folder)
+    monkeypatch.setitem(sys.modules, "completion", completion)
+    if block.kind == "ranks":
+        trainer = completion.trainer
+        monkeypatch.setattr(
+            completion, "trainer", lambda **given: trainer(**given | {"devices": 1})
+        )
+    exec(compile(port(block.text).text, block.name, "exec"), {"__name__": "__main__"})
+    printed = capsys.readouterr().out
+    for words in block.expected:
+        assert words in printed
+
+
+@pytest.mark.page
+@pytest.mark.parametrize("block", of("ranks", "spawn"))
+def test_block_runs_on_several_ranks(block, in_folder):
+    (in_folder / "block.py").write_text(port(block.text).text, encoding="utf-8")
+    with launched("block.py", folder=in_folder) as run:
         run.succeed(DEADLINE)
     for words in block.expected:
         assert words in run.out
 
 
+@pytest.mark.parametrize(
+    "block", [param for param in of("shell") if ".py --accelerator" in param.values[0].text]
+)
+def test_options_of_commands_are_planned(block, in_folder, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])  # explain adds the target's folder
+    monkeypatch.setitem(sys.modules, "completion", completion)
+    monkeypatch.delitem(sys.modules, "my_file", raising=False)
+    for options in re.findall(r"\w+\.py (--accelerator [^&\n]+)", block.text):
+        assert main(["explain", "my_file.py", "--json", *shlex.split(options)]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        assert plan["accelerator"]["name"] == "cpu"
+        assert f"--strategy {plan['strategy']['name']}" in options.replace("'", "")
+
+
+@pytest.mark.page
 @pytest.mark.parametrize("block", of("shell"))
-def test_commands_run(block, tmp_path):
-    place(tmp_path)
+def test_commands_run(block, in_folder):
     text = block.text
     if text.startswith("python -m torch.distributed.run\n"):  # one command on several lines
         text = " ".join(text.split())
     environment = {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "PYTHONPATH": str(tmp_path),
+        "PYTHONPATH": str(in_folder),
         "PORT": str(free_port()),
-        "HERE": str(tmp_path),
+        "HERE": str(in_folder),
     }
-    run = Launched(["bash", "-e", "-c", text], tmp_path, environment)
+    run = Launched(["bash", "-e", "-c", text], in_folder, environment)
     try:
         run.succeed(DEADLINE)
     finally:
         run.kill()
-    printed = run.out + "".join(path.read_text() for path in tmp_path.glob("rank-*"))
+    printed = run.out + "".join(path.read_text() for path in in_folder.glob("rank-*"))
     for words in block.expected:
         assert words in printed
     ranks = [words for words in block.expected if words.startswith("rank")]
-    written = [json.loads(path.read_text().splitlines()[1]) for path in tmp_path.glob("rank-*")]
+    written = [json.loads(path.read_text().splitlines()[1]) for path in in_folder.glob("rank-*")]
     assert len(written) == len(ranks)
     for weights in written:
         assert weights == pytest.approx(weights_of_one_process(len(ranks)), abs=1e-6)

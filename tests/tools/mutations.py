@@ -166,9 +166,9 @@ MUTATIONS = [
     ),
     Mutation(
         "metrics",
-        "plugins/torchmetrics/src/geartrain_torchmetrics/objects.py",
-        "[metric for metric, _ in objects.values()]",
-        "[metric for metric, on_epoch in objects.values() if on_epoch]",
+        f"{CORE}/metrics/store.py",
+        "if self.source is not None:\n            self.source.reset()",
+        "if self.source is not None and self.spec.on_epoch:\n            self.source.reset()",
         "a metric that is logged only by steps keeps its state of earlier epochs",
     ),
     Mutation(
@@ -283,7 +283,7 @@ MUTATIONS = [
     Mutation(
         "ddp",
         f"{PARALLEL}/collectives.py",
-        "return [part[: size[1]] for part, size in zip(table, sizes, strict=True)]",
+        "return [part[: shape[0]] for part, shape in zip(table, shapes, strict=True)]",
         "return [part[: len(tensor)] for part in table]",
         "all_gather cuts or pads other ranks' rows",
     ),

@@ -469,18 +469,10 @@ def main():
         folder / "wheels",
         [ROOT / "core", *sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))],
     )
-    call(
-        sys.executable,
-        "-I",
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "--wheel-dir",
-        wheels,
-        *sources,
-    )
+    pip = (sys.executable, "-I", "-m", "pip", "wheel", "--no-deps", "--no-build-isolation")
+    with ThreadPoolExecutor(2) as pool:
+        halves = (sources[::2], sources[1::2])
+        list(pool.map(lambda half: call(*pip, "--wheel-dir", wheels, *half), halves))
     own = {}
     for wheel in wheels.glob("*.whl"):
         (found,) = distributions(path=[str(wheel)])

@@ -49,7 +49,7 @@ def test_losses_equal_those_of_a_hand_written_loop(mode):
     assert found.stopped == ""
 
 
-@pytest.mark.parametrize("curvature", [0.5, 4.0, 30.0])
+@pytest.mark.parametrize("curvature", [0.5, 30.0])
 def test_with_the_suggestion_a_quadratic_converges(curvature):
     found = find(Quadratic(curvature), min_lr=1e-6, max_lr=100.0, num_training=150)
     suggestion, q, m = (
