@@ -391,10 +391,70 @@ def on_run_start(run: Run) -> None:
 
 
 @every
+def on_fit_start(run: Run) -> None:
+    """Act before anything of a ``fit``, after ``on_run_start``."""
+
+
+@every
+def on_sanity_check_start(run: Run) -> None:
+    """Act before the sanity check."""
+
+
+@every
+def on_sanity_check_end(run: Run) -> None:
+    """Act after the sanity check."""
+
+
+@every
+def on_train_start(run: Run) -> None:
+    """Act before the first epoch, after the sanity check."""
+
+
+@every
 def on_epoch_start(run: Run) -> None:
     """Act before the first batch of a training epoch.
 
     Fired: once an epoch; again if a run resumes in the middle of an epoch.
+    """
+
+
+@every
+def on_before_zero_grad(run: Run, optimizer: Optimizer) -> None:
+    """Act before gradients are cleared.
+
+    Fired: once a step for each optimizer.
+    """
+
+
+@every
+def on_train_batch_start(run: Run, batch: Any, batch_idx: int) -> int | None:
+    """Act before a training batch.
+
+    Arguments: ``batch`` on the device; ``batch_idx`` in the epoch.
+    Returns: -1 to end the epoch before this batch, with one rank.
+    """
+
+
+@every
+def on_before_backward(run: Run, loss: torch.Tensor) -> None:
+    """Act before a backward, with the ``loss`` that ``backward`` gets."""
+
+
+@every
+def on_after_backward(run: Run) -> None:
+    """Act after a backward. Gradients may not be reduced over ranks yet."""
+
+
+@every
+def on_before_optimizer_step(run: Run, optimizer: Optimizer) -> None:
+    """Act before an optimizer's step. Gradients are reduced and clipped."""
+
+
+@every
+def on_train_batch_end(run: Run, outputs: Any, batch: Any, batch_idx: int) -> None:
+    """Act after a training batch; after the step if it is the last of its window.
+
+    Arguments: ``outputs``, what ``training_step`` returned: detach what you keep.
     """
 
 
@@ -416,6 +476,31 @@ def on_validation_start(run: Run) -> None:
 
 
 @every
+def on_validation_epoch_start(run: Run) -> None:
+    """Act after all ``on_validation_start``, before the first batch of an evaluation."""
+
+
+@every
+def on_validation_batch_start(run: Run, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+    """Act before a batch of an evaluation."""
+
+
+@every
+def on_validation_batch_end(
+    run: Run, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int
+) -> None:
+    """Act after a batch of an evaluation.
+
+    Arguments: ``outputs``, what the step method returned.
+    """
+
+
+@every
+def on_validation_epoch_end(run: Run) -> None:
+    """Act after the last batch of an evaluation; what is logged here is reported with it."""
+
+
+@every
 def on_validation_end(run: Run) -> None:
     """Act after an evaluation. Its metrics are in ``run.metrics``.
 
@@ -424,11 +509,26 @@ def on_validation_end(run: Run) -> None:
 
 
 @every
+def on_train_epoch_end(run: Run) -> None:
+    """Act after an epoch and its validation; what is logged here is reported with the epoch."""
+
+
+@every
 def on_epoch_end(run: Run) -> None:
     """Act after a training epoch. Its metrics are in ``run.metrics``.
 
     Fired: after the last batch and the validation.
     """
+
+
+@every
+def on_train_end(run: Run) -> None:
+    """Act after the last epoch."""
+
+
+@every
+def on_fit_end(run: Run) -> None:
+    """Act at the end of ``fit``, before ``on_run_end``."""
 
 
 @every

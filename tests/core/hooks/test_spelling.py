@@ -251,10 +251,7 @@ def test_hooks_of_other_frameworks_are_warned_of():
         )
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["on_log", "on_train_batch_begin", "on_train_epoch_ends"],
-)
+@pytest.mark.parametrize("name", ["on_log", "on_train_batch_begin", "validaton_step"])
 def test_hooks_of_other_frameworks_on_a_plugin_are_warned_of(name):
     mine = type("Mine", (), {"on_step_end": on_step_end, name: does})
     with pytest.warns(UserWarning, match=rf"Mine: its {name} is a method of .*@hookimpl"):

@@ -5,7 +5,6 @@ Parts rank and name their own files (``find_checkpoint``), as ModelCheckpoint ra
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -212,11 +211,6 @@ def _last(hooks: Hooks, output: Path | None, resumes: bool) -> Path:
             f"geartrain.callbacks; or give a file{more}"
         )
     return newest
-
-
-def is_last(path: Path) -> bool:
-    """True if a file has the name that ``save_last`` or the run's folder gives the last one."""
-    return re.fullmatch(r"last(-v\d+)?\.ckpt", path.name) is not None
 
 
 def newest_last(hooks: Hooks, output: Path | None) -> Path | None:

@@ -194,7 +194,7 @@ class Resumed:
         run.logs.resume_epoch(self.rank["logs"])
         for name, library in libraries().items():
             library.set_states(run.module, self.rank.get("metric_objects", {}).get(name, {}))
-        if run.module_hooks.has("training_epoch_end") and run.world.rank == 0:
+        if "train" in run.unwrapped.epoch_ends and run.world.rank == 0:
             what = (
                 f"training_epoch_end gets the outputs from batch {run.batch_idx} of this epoch on"
             )

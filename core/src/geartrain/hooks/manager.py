@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -83,6 +84,16 @@ class Hooks:
             require_result(caller, hook in self._owner_of)
         vars(self).update(self._specs)
 
+    def add(self, plugin: Any, info: PluginInfo) -> None:
+        """Register a plugin of this process, after the run's parts, and before they are frozen.
+
+        Raises:
+            UsageError: the hooks are frozen.
+        """
+        self._refuse_if_frozen()
+        self._choice_of[id(plugin)] = info
+        self._manager.register(plugin, f"{info.label} of this process {id(plugin)}")
+
     if TYPE_CHECKING:  # for editors and type checkers
         plan_processes = staticmethod(hookspecs.plan_processes)
         check_plan = staticmethod(hookspecs.check_plan)
@@ -112,11 +123,28 @@ class Hooks:
         log_metrics = staticmethod(hookspecs.log_metrics)
         log_media = staticmethod(hookspecs.log_media)
         on_run_start = staticmethod(hookspecs.on_run_start)
+        on_fit_start = staticmethod(hookspecs.on_fit_start)
+        on_sanity_check_start = staticmethod(hookspecs.on_sanity_check_start)
+        on_sanity_check_end = staticmethod(hookspecs.on_sanity_check_end)
+        on_train_start = staticmethod(hookspecs.on_train_start)
         on_epoch_start = staticmethod(hookspecs.on_epoch_start)
+        on_before_zero_grad = staticmethod(hookspecs.on_before_zero_grad)
+        on_train_batch_start: Callable[..., list[int]]
+        on_before_backward = staticmethod(hookspecs.on_before_backward)
+        on_after_backward = staticmethod(hookspecs.on_after_backward)
+        on_before_optimizer_step = staticmethod(hookspecs.on_before_optimizer_step)
+        on_train_batch_end = staticmethod(hookspecs.on_train_batch_end)
         on_step_end = staticmethod(hookspecs.on_step_end)
         on_validation_start = staticmethod(hookspecs.on_validation_start)
+        on_validation_epoch_start = staticmethod(hookspecs.on_validation_epoch_start)
+        on_validation_batch_start = staticmethod(hookspecs.on_validation_batch_start)
+        on_validation_batch_end = staticmethod(hookspecs.on_validation_batch_end)
+        on_validation_epoch_end = staticmethod(hookspecs.on_validation_epoch_end)
         on_validation_end = staticmethod(hookspecs.on_validation_end)
+        on_train_epoch_end = staticmethod(hookspecs.on_train_epoch_end)
         on_epoch_end = staticmethod(hookspecs.on_epoch_end)
+        on_train_end = staticmethod(hookspecs.on_train_end)
+        on_fit_end = staticmethod(hookspecs.on_fit_end)
         on_checkpoint_saved = staticmethod(hookspecs.on_checkpoint_saved)
         on_exception = staticmethod(hookspecs.on_exception)
         on_run_end = staticmethod(hookspecs.on_run_end)
@@ -307,6 +335,8 @@ class Hooks:
         impls: dict[Any, list[tuple[HookImpl, str]]] = {}
         for hook, caller in self._specs.items():
             for impl in caller.get_hookimpls():
+                if impl.trylast:  # the user's method, which the traceback shows
+                    continue
                 code = getattr(inspect.unwrap(impl.function), "__code__", None)
                 impls.setdefault(code, []).append((impl, hook))
         # The innermost frame of a hookimpl raised the error; those around it only passed it on.
@@ -337,11 +367,28 @@ def _no_implementation(**_: Any) -> list[Any]:
     return []
 
 
+def _no_event(
+    run: Any = None,
+    outputs: Any = None,
+    batch: Any = None,
+    batch_idx: Any = None,
+    optimizer: Any = None,
+    loss: Any = None,
+) -> list[Any]:
+    """Do the same for an event of a batch, without the dict of ``**_``, which costs 0.2 µs."""
+    return []
+
+
+_OF_A_BATCH = frozenset(inspect.signature(_no_event).parameters)
+
+
 def _frozen(caller: HookCaller, single: bool) -> Callable[..., Any]:
     impls = caller.get_hookimpls()
-    if not impls:
-        return _no_owner if single else _no_implementation
     assert caller.spec is not None
+    if not impls and not single:
+        return _no_event if _OF_A_BATCH.issuperset(caller.spec.argnames) else _no_implementation
+    if not impls:
+        return _no_owner
     if not single and not any(impl.wrapper for impl in impls):
         return _each([_bare(impl, caller.spec.argnames) for impl in reversed(impls)])
     if not single or len(impls) > 1 or impls[0].wrapper:
@@ -370,6 +417,10 @@ def _bare(impl: HookImpl, argnames: Iterable[str]) -> Callable[..., Any]:
     plain = (p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in parameters)
     if {p.name for p in parameters} == set(argnames) and all(plain):
         return function
+
+    if len(wanted) > 1:
+        take = operator.itemgetter(*wanted)  # half the cost of a list
+        return lambda **arguments: function(*take(arguments))
 
     def adapter(**arguments: Any) -> Any:
         return function(*[arguments[name] for name in wanted])

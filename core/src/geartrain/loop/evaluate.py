@@ -15,8 +15,9 @@ from geartrain.module.nested import map_tensors
 if TYPE_CHECKING:
     from geartrain.loop.run import Run
 
-#: Stages whose methods of the module have another prefix than the stage's name.
-_PREFIX = {"validate": "validation", "sanity_check": "validation"}
+#: Stage -> the module's method for a batch.
+_METHODS = {"validate": "validation_step", "sanity_check": "validation_step"}
+_METHODS |= {"test": "test_step", "predict": "predict_step"}
 
 
 def evaluate(run: Run, stage: str) -> Any:
@@ -26,7 +27,7 @@ def evaluate(run: Run, stage: str) -> Any:
         For ``"predict"`` each batch's output on the CPU, of all ranks (a list of such lists if
         there are several loaders; ``None`` if they are not kept); otherwise the metrics by name.
     """
-    prefix, on = _PREFIX.get(stage, stage), run.module_hooks
+    hooks, epoch_end = run.hooks, run.unwrapped.epoch_ends.get(stage)
     before, run.stage = (run.stage, run.dataloader_idx), stage
     without_gradients = torch.inference_mode if run.plan.options.inference_mode else torch.no_grad
     try:
@@ -36,39 +37,37 @@ def evaluate(run: Run, stage: str) -> Any:
             run.logs.scope(keep=stage != "sanity_check"),
         ):
             run.ranks.broadcast_buffers(run)
-            run.hooks.on_validation_start(run=run)
-            getattr(on, f"on_{prefix}_start")()
-            getattr(on, f"on_{prefix}_epoch_start")()
+            hooks.on_validation_start(run=run)
+            hooks.on_validation_epoch_start(run=run)
             loaders = run.current_stage.loaders
-            outputs = [_one_loader(run, index, prefix) for index in range(len(loaders))]
+            outputs = [_one_loader(run, index) for index in range(len(loaders))]
             returns = stage == "predict" and run.trainer.return_predictions is not False
             if returns:
                 pairs = zip(outputs, loaders, strict=True)
                 outputs = [run.ranks.outputs(run, mine, loader) for mine, loader in pairs]
             collected = outputs[0] if len(outputs) == 1 else outputs
-            if on.has(f"{prefix}_epoch_end", f"on_{prefix}_epoch_end"):
+            if epoch_end is not None or hooks.implementers("on_validation_epoch_end"):
                 run.logs.refresh_epoch()
-            getattr(on, f"{prefix}_epoch_end")(collected)
-            getattr(on, f"on_{prefix}_epoch_end")()
+            if epoch_end is not None:
+                epoch_end(collected)
+            hooks.on_validation_epoch_end(run=run)
             metrics = run.logs.end_epoch()
-            getattr(on, f"on_{prefix}_end")()
-            run.hooks.on_validation_end(run=run)
+            hooks.on_validation_end(run=run)
     finally:
         run.stage, run.dataloader_idx = before
     return (collected if returns else None) if stage == "predict" else metrics
 
 
-def _one_loader(run: Run, index: int, prefix: str) -> list[Any]:
+def _one_loader(run: Run, index: int) -> list[Any]:
     """Make one pass over a loader; return the outputs of its steps, if they are used."""
-    options, hooks, on, stage = run.plan.options, run.hooks, run.module_hooks, run.current_stage
+    options, hooks, stage = run.plan.options, run.hooks, run.current_stage
     run.dataloader_idx, loader = index, stage.loaders[index]
     limit, sanity = stage.batches[index], options.num_sanity_val_steps
     if run.stage == "sanity_check" and sanity != -1:
         limit = sanity if limit is None else min(limit, sanity)
-    starts, ends = getattr(on, f"on_{prefix}_batch_start"), getattr(on, f"on_{prefix}_batch_end")
     returns = run.stage == "predict" and run.trainer.return_predictions is not False
-    keeps = returns or on.has(f"{prefix}_epoch_end")
-    more = (index,) if len(stage.loaders) > 1 else ()
+    keeps = returns or run.stage in run.unwrapped.epoch_ends
+    method, more = _METHODS[run.stage], (index,) if len(stage.loaders) > 1 else ()
     outputs: list[Any] = []
     batch_idx, name = -1, "validate" if run.stage == "sanity_check" else run.stage
     batches = hooks.device_batches(run=run, loader=loader, stage=name)
@@ -76,9 +75,10 @@ def _one_loader(run: Run, index: int, prefix: str) -> list[Any]:
     try:
         for batch_idx, batch in enumerate(turns):
             run.batch = batch
-            starts(batch, batch_idx, *more)
-            output = hooks.forward(run=run, method=f"{prefix}_step", args=(batch, batch_idx, *more))
-            ends(output, batch, batch_idx, *more)
+            place = {"run": run, "batch": batch, "batch_idx": batch_idx, "dataloader_idx": index}
+            hooks.on_validation_batch_start(**place)
+            output = hooks.forward(run=run, method=method, args=(batch, batch_idx, *more))
+            hooks.on_validation_batch_end(outputs=output, **place)
             if keeps and not run.repeating:
                 predicts = run.stage == "predict"
                 outputs.append(map_tensors(output, torch.Tensor.cpu) if predicts else output)

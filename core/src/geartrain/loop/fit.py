@@ -31,21 +31,18 @@ if TYPE_CHECKING:
 
 
 def train_step(run: Run, micro_batches: Sequence[Any]) -> None:
-    """Take one optimizer step over ``micro_batches``, which are on the device.
-
-    ``run.hooks`` calls plugins, ``run.module_hooks`` the user's module.
-    """
-    hooks, module_hooks, size = run.hooks, run.module_hooks, len(micro_batches)
+    """Take one optimizer step over ``micro_batches``, which are on the device."""
+    hooks, size = run.hooks, len(micro_batches)
 
     def compute_gradients() -> torch.Tensor | None:
         """Compute gradients; return the mean loss, or ``None`` if every batch was skipped."""
         mean_loss, window = None, None if run.weighted is False else LossWindow(run, size)
         for optimizer in run.optimizers:
-            module_hooks.on_before_zero_grad(optimizer)
+            hooks.on_before_zero_grad(run=run, optimizer=optimizer)
             zero_grad(optimizer)
         for i, batch in enumerate(micro_batches):
             run.batch, batch_idx, last = batch, run.batch_idx + i, i == size - 1
-            if module_hooks.on_train_batch_start(batch, batch_idx) == -1:
+            if -1 in hooks.on_train_batch_start(run=run, batch=batch, batch_idx=batch_idx):
                 raise end_of_epoch(run)
             with hooks.micro_step(run=run, first=i == 0, last=last):
                 output = hooks.forward(run=run, method="training_step", args=(batch, batch_idx))
@@ -55,14 +52,14 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> None:
                 elif loss is not None and size > 1:
                     loss = loss / size  # the last window may be shorter
                 if loss is not None:
-                    module_hooks.on_before_backward(loss)
+                    hooks.on_before_backward(run=run, loss=loss)
                     backward(run, loss)
-                    module_hooks.on_after_backward()
+                    hooks.on_after_backward(run=run)
                     before = 0 if mean_loss is None else mean_loss
                     mean_loss = loss if size == 1 else loss.detach() + before
             run.step_output = output  # after forward: freeing the last graph costs it 1 µs
             if not last:  # that of the last batch comes after the step
-                module_hooks.on_train_batch_end(output, batch, batch_idx)
+                hooks.on_train_batch_end(run=run, outputs=output, batch=batch, batch_idx=batch_idx)
         mean_loss = mean_loss if window is None else window.loss
         if mean_loss is not None:
             hooks.reduce_gradients(run=run)
@@ -74,11 +71,12 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> None:
         stepped = _closure_step(run, compute_gradients)
     elif compute_gradients() is not None:
         for optimizer in run.optimizers:
-            module_hooks.on_before_optimizer_step(optimizer)
+            hooks.on_before_optimizer_step(run=run, optimizer=optimizer)
             stepped |= hooks.optimizer_step(run=run, optimizer=optimizer, closure=None) is not False
     if stepped and run.schedulers:
         step_schedules(run, "step", run.step + 1)
-    module_hooks.on_train_batch_end(run.step_output, run.batch, run.batch_idx + size - 1)
+    batch, batch_idx = run.batch, run.batch_idx + size - 1
+    hooks.on_train_batch_end(run=run, outputs=run.step_output, batch=batch, batch_idx=batch_idx)
 
 
 class _NothingToStepOn(Exception):
@@ -93,7 +91,7 @@ def _closure_step(run: Run, gradients: Callable[[], torch.Tensor | None]) -> boo
         loss = gradients()
         if loss is None:
             raise _NothingToStepOn
-        run.module_hooks.on_before_optimizer_step(optimizer)
+        run.hooks.on_before_optimizer_step(run=run, optimizer=optimizer)
         return mean_over_ranks(run, loss)
 
     try:
@@ -140,13 +138,13 @@ def end_of_epoch(run: Run) -> Exception:
 
 def fit(run: Run) -> None:
     """Train until ``max_epochs``, ``max_steps`` or, after the minima, ``should_stop``."""
-    on, options = run.module_hooks, run.plan.options
-    on.on_fit_start()
+    hooks, options = run.hooks, run.plan.options
+    hooks.on_fit_start(run=run)
     if run.resumed is None and run.stages["validate"].loaders and options.num_sanity_val_steps:
         before, run.stage = random_now(run), "sanity_check"
-        on.on_sanity_check_start()
+        hooks.on_sanity_check_start(run=run)
         evaluate(run, "sanity_check")
-        on.on_sanity_check_end()
+        hooks.on_sanity_check_end(run=run)
         run.stage = "train"
         end_all_workers(run)  # those that persist would keep the seed that they drew
         set_random(run, before)
@@ -154,7 +152,7 @@ def fit(run: Run) -> None:
         set_epoch(run.stages["train"].loaders[0], run.epoch - 1)
         restore_random_state(run)
     else:
-        on.on_train_start()
+        hooks.on_train_start(run=run)
         run.validated_at = time.monotonic()
         first, began, untrained = run.epoch, run.step, _versions(run)
         while not _is_done(run):
@@ -162,8 +160,8 @@ def fit(run: Run) -> None:
             if run.epoch == first and run.step > began:  # not resumed at the epoch's end
                 _warn_if_untrained(run, untrained)
             run.epoch += 1
-        on.on_train_end()
-    on.on_fit_end()
+        hooks.on_train_end(run=run)
+    hooks.on_fit_end(run=run)
 
 
 def _is_done(run: Run) -> bool:
@@ -177,21 +175,21 @@ def _is_done(run: Run) -> bool:
 
 def train_epoch(run: Run) -> None:
     """Train for one epoch, with its validation and its metrics."""
-    hooks, on = run.hooks, run.module_hooks
-    run.batch_idx, on.outputs, run.logs.open = 0, [], True
+    hooks, epoch_end = run.hooks, run.unwrapped.epoch_ends.get("train")
+    run.batch_idx, run.unwrapped.outputs, run.logs.open = 0, [], True
     begin_epoch(run)
     set_epoch(run.stages["train"].loaders[0], run.epoch)
     hooks.on_epoch_start(run=run)
-    on.on_train_epoch_start()
     _train_batches(run)
     _step_epoch_schedules(run)
     if _validates_after_epoch(run):
         _validate(run)
     run.resumed = None
-    if on.has("training_epoch_end", "on_train_epoch_end"):
+    if epoch_end is not None or hooks.implementers("on_train_epoch_end"):
         run.logs.refresh_epoch()
-    on.training_epoch_end(on.outputs)
-    on.on_train_epoch_end()
+    if epoch_end is not None:
+        epoch_end(run.unwrapped.outputs)
+    hooks.on_train_epoch_end(run=run)
     run.logs.end_epoch()
     step_plateaus(run, "epoch")
     with torch.no_grad():

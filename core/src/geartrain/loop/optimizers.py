@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from geartrain.errors import TrainingError, UsageError, nearest
+from geartrain.errors import UsageError, nearest
 
 if TYPE_CHECKING:
     from geartrain.loop.run import Run
@@ -240,20 +240,6 @@ def step_plateaus(run: Run, ends: str = "") -> None:
             if schedule.strict:
                 raise UsageError(text)
             warnings.warn(f"{text} Training continues without", stacklevel=2)
-
-
-def check_clip(limit: Any, algorithm: Any) -> None:
-    """Check the arguments of ``self.clip_gradients``.
-
-    Raises:
-        TrainingError: ``limit`` is no number above 0, or ``algorithm`` is unknown.
-    """
-    number = isinstance(limit, int | float) and not isinstance(limit, bool)
-    if algorithm not in ("norm", "value") or not number or limit <= 0:
-        raise TrainingError(
-            f"self.clip_gradients: {limit!r}, {algorithm!r}. "
-            "Fix: give a number above 0, and 'norm' or 'value'"
-        )
 
 
 def clip(parameters: list[torch.nn.Parameter], limit: float, algorithm: str) -> torch.Tensor | None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from geartrain.hooks.manager import Hooks
     from geartrain.launch.cluster import ClusterEnvironment
     from geartrain.loop.optimizers import Schedule
-    from geartrain.loop.step_forwarder import ModuleHooks, StepForwarder
+    from geartrain.loop.step_forwarder import StepForwarder
     from geartrain.metrics.store import MetricStore
     from geartrain.module.module import Module
     from geartrain.plan import Plan
@@ -146,8 +146,6 @@ class Run:
     reported: dict[str, float] = field(default_factory=dict)
     #: The logged values since the last flush, and the values that were reported.
     logs: MetricStore = field(init=False)
-    #: The module's own hooks as attributes; one that is not overridden does nothing.
-    module_hooks: ModuleHooks = field(init=False)
     #: By name: ``"train"``, ``"validate"``, ``"test"``, ``"predict"``. A stage has no loaders if
     #: the command does not need them.
     stages: dict[str, Stage] = field(default_factory=lambda: defaultdict(Stage))

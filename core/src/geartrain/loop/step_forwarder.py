@@ -1,23 +1,24 @@
-"""The user's module in the loop: the StepForwarder that is wrapped, the module's hooks, checks."""
+"""The user's module in the loop: the StepForwarder that is wrapped, and checks."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import nn
 
 from geartrain.errors import TrainingError, UsageError
 from geartrain.errors.hints import hint
 from geartrain.hooks.spelling import DATA, MODULE, OVERRIDES, on_methods, refuse_misspelt
 from geartrain.module.module import DataModule, Module, overridden
-from geartrain.module.nested import map_tensors
 
 #: The methods of a module that a Trainer calls with batches.
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+_EPOCH_ENDS = {"train": "training_epoch_end", "validate": "validation_epoch_end"}
+_EPOCH_ENDS |= {"sanity_check": "validation_epoch_end", "test": "test_epoch_end"}
 
 _ON_LOADERS = {f"on_{stage}_dataloader" for stage in ("train", "val", "test", "predict")}
 _ON_MODELS = {f"on_{stage}_model_" for stage in ("validation", "test", "predict")}
@@ -57,6 +58,11 @@ class StepForwarder(nn.Module):
         has = [name for name in STEPS if callable(getattr(module, name, None))]
         self._arity = {name: _arity(module, name) for name in has}
         self._ends = {name for name in has if callable(getattr(module, f"{name}_end", None))}
+        ends = {stage: getattr(module, name, None) for stage, name in _EPOCH_ENDS.items()}
+        #: Stage -> the module's method that gets all outputs of an epoch.
+        self.epoch_ends = {stage: method for stage, method in ends.items() if method is not None}
+        #: Outputs of this epoch's training steps, detached, if there is a ``training_epoch_end``.
+        self.outputs: list[Any] = []
 
     def calls(self, model: nn.Module) -> dict[str, Callable[..., Any]]:
         """Return a function for each step method.
@@ -104,53 +110,6 @@ def _arity(module: Module, method: str) -> int:
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return 3
     return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-
-
-def nothing(a: Any = None, b: Any = None, c: Any = None, d: Any = None) -> None:
-    """Do nothing, for a hook that is not overridden. CPython calls it faster than ``*args``."""
-
-
-class ModuleHooks:
-    """The module's own hooks: bound methods of overridden ones, :func:`nothing` for the others."""
-
-    def __init__(self, module: Module) -> None:
-        #: Outputs of this epoch's training steps, detached, if there is a ``training_epoch_end``.
-        self.outputs: list[Any] = []
-        for name in dir(Module):
-            if name.startswith("on_"):
-                self._set(name, getattr(module, name) if overridden(module, name) else nothing)
-        for stage in ("training", "validation", "test", "predict"):
-            self._set(f"{stage}_epoch_end", getattr(module, f"{stage}_epoch_end", nothing))
-        if self.has("training_epoch_end"):
-            self.put_before("on_train_batch_end", lambda output, *_: self.outputs.append(output))
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any: ...
-
-    def has(self, *names: str) -> bool:
-        """True if the module, or a callback, has one of these hooks."""
-        return any(getattr(self, name) is not nothing for name in names)
-
-    def put_before(self, name: str, hook: Callable[..., Any]) -> None:
-        """Call ``hook`` before the present method of this name, and return the method's result."""
-        then = getattr(self, name)
-
-        def both(*arguments: Any) -> Any:
-            hook(*arguments)
-            return then(*arguments)
-
-        self._set(name, both)
-
-    def _set(self, name: str, hook: Callable[..., Any]) -> None:
-        if name == "on_train_batch_end" and hook is not nothing:
-            hook = partial(_without_graph, hook)
-        setattr(self, name, hook)
-
-
-def _without_graph(hook: Callable[..., Any], output: Any, *arguments: Any) -> None:
-    """Call ``on_train_batch_end`` with a detached output: a graph holds the memory of the step."""
-    hook(map_tensors(output, torch.Tensor.detach), *arguments)
 
 
 def check_module(module: Any, command: str) -> None:

@@ -17,12 +17,14 @@ from geartrain.data.seeding import determinism, seed_everything
 from geartrain.data.sources import DataSource
 from geartrain.errors import TrainingError, UsageError
 from geartrain.errors.hints import write_instead
+from geartrain.hooks.plugin_info import PluginInfo
 from geartrain.loop.evaluate import evaluate
+from geartrain.loop.events import events_of
 from geartrain.loop.fit import fit
 from geartrain.loop.optimizers import needs_closure, parameters_of, read_optimizers
 from geartrain.loop.run import Run, World
 from geartrain.loop.stages import end_all_workers, set_up_loaders
-from geartrain.loop.step_forwarder import ModuleHooks, StepForwarder
+from geartrain.loop.step_forwarder import StepForwarder
 from geartrain.metrics.objects import warn_of_unknown
 from geartrain.metrics.store import MetricStore
 from geartrain.module.module import DataModule, Module
@@ -58,6 +60,8 @@ def work(run: Run, source: DataSource, start: Start, local_rank: int) -> Any:
         _set_up_model(run, start)
         if options.seed is not None and run.world.rank:  # the same weights, but other dropout
             seed_everything(options.seed + run.world.rank)
+        module = PluginInfo(type(run.module).__name__, "core", None, None, "the user's module")
+        run.hooks.add(events_of(run), module)
         run.hooks.freeze()
         run.hooks.on_run_start(run=run)
         result = None
@@ -100,7 +104,7 @@ def init_process_group(run: Run) -> None:
 
 def _attach(run: Run, source: DataSource) -> None:
     run.logs = MetricStore(run)
-    run.module_hooks, run.unwrapped = ModuleHooks(run.module), StepForwarder(run.module)
+    run.unwrapped = StepForwarder(run.module)
     run.module._attach(run)
     owners = [owner for owner in (source.datamodule, run.module) if owner is not None]
     for owner in owners:

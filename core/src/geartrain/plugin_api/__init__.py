@@ -37,6 +37,7 @@ from geartrain.launch.cluster import (
     ClusterEnvironment as ClusterEnvironment,
     check_processes as check_processes,
     detect as detect,
+    read_numbers as read_numbers,
     starts_rank_0 as starts_rank_0,
 )
 from geartrain.launch.rerun_command import (

@@ -9,7 +9,6 @@ from geartrain.builtin.precision import (
 from geartrain.checkpoint.checkpoints import (
     checkpoint_state as checkpoint_state,
     find_checkpoint_file as find_checkpoint_file,
-    is_last as is_last,
     save_checkpoint_file as save_checkpoint_file,
 )
 from geartrain.checkpoint.files import progress as progress
@@ -47,10 +46,10 @@ from geartrain.launch.signals import (
     Interrupted as Interrupted,
     raise_on_signals as raise_on_signals,
 )
+from geartrain.loop.events import Events as Events
 from geartrain.loop.fit import backward as backward, end_of_epoch as end_of_epoch
 from geartrain.loop.optimizers import (
     about_to_step as about_to_step,
-    check_clip as check_clip,
     clip as clip,
     mean_over_ranks as mean_over_ranks,
     needs_closure as needs_closure,
@@ -60,7 +59,6 @@ from geartrain.loop.optimizers import (
 from geartrain.loop.ranks import OneRank as OneRank
 from geartrain.loop.step_forwarder import (
     STEPS as STEPS,
-    ModuleHooks as ModuleHooks,
     StepForwarder as StepForwarder,
     check_data as check_data,
     check_module as check_module,

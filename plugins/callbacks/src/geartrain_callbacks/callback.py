@@ -1,7 +1,7 @@
 """PyTorch Lightning's callbacks: classes with ``on_train_start(self, trainer, pl_module)`` etc.
 
-Each method is called just before the module's own hook of the same name: the set-up of a run puts
-it in front of that hook.
+The set-up of a run registers the methods as hookimpls: they are called after those of plugins, in
+the order of the callbacks, and before the module's own methods of the same name.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from geartrain import Run, UsageError, World, hookimpl
 from geartrain.plugin_api import (
     OF_PLUGINS,
     STATE,
+    Events,
+    PluginInfo,
     nearest,
     refuse_half_a_state,
     refuse_misspelt,
@@ -296,13 +298,9 @@ class _Caller:
             self._lent = {"log": run.module.log, "log_dict": run.module.log_dict}
         vars(self._called).update(self._lent)
         self._call(run, "setup", run.command)
-
-    @hookimpl(specname="on_run_start")
-    def _start_callback(self, run: Run) -> None:
-        """Put the callback's methods in front of the module's own hooks."""
-        for name, method in self._methods.items():
-            if hasattr(run.module_hooks, name):
-                run.module_hooks.put_before(name, _as_module_hook(run, name, method))
+        methods = {n: _as_module_hook(run, n, method) for n, method in self._methods.items()}
+        info = PluginInfo(type(self._called).__name__, "plugin", None, None, "callbacks=")
+        run.hooks.add(Events(methods), info)
 
     @hookimpl(specname="on_exception")
     def _inform_callback(self, run: Run, error: BaseException) -> None:

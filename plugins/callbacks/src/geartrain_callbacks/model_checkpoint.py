@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import warnings
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ from uuid import uuid4
 from geartrain import Plan, Run, TrainingError, UsageError, hookimpl
 from geartrain.plugin_api import (
     checkpoint_state,
-    is_last,
     remove_abandoned,
     save_checkpoint_file,
     user_path,
@@ -226,7 +226,7 @@ class ModelCheckpoint(PluginCallback):
             return [Path(self.last_model_path)]
         if not self.save_last or folder is None:
             return []
-        return list(filter(is_last, sorted(folder.glob("last*.ckpt"))))
+        return list(filter(_is_last, sorted(folder.glob("last*.ckpt"))))
 
     # --- when to check ---------------------------------------------------------------------------
 
@@ -383,7 +383,7 @@ class ModelCheckpoint(PluginCallback):
         left = [
             name for name in self._old if name not in kept and is_own(folder, name, self._identity)
         ]
-        if run.resumed.path is None or is_last(run.resumed.path):
+        if run.resumed.path is None or _is_last(run.resumed.path):
             left += written_after(
                 folder, self._identity, (run.epoch, run.step, run.resumed.batch_idx), kept
             )
@@ -584,3 +584,8 @@ class ModelCheckpoint(PluginCallback):
         self._best, self._last, self._scores, self._old = best, last, scores, old
         self._owed = bool(state.get("owed"))
         self._where = self._planned  # a fit in another process wrote its files to that folder
+
+
+def _is_last(path: Path) -> bool:
+    """True if a file has the name of a last checkpoint."""
+    return re.fullmatch(r"last(-v\d+)?\.ckpt", path.name) is not None

@@ -25,12 +25,12 @@ from geartrain.plugin_api import (
     LoadedPlugin,
     ScaledPrecision,
     backward,
-    check_clip,
     clip,
     end_of_epoch,
     mean_over_ranks,
     parameters_of,
 )
+from geartrain_manual.clipping import check_clip
 from geartrain_manual.gradients import changed_since, gradients_now
 from geartrain_manual.scaling import ManuallyScaledPrecision
 
@@ -110,9 +110,9 @@ class ManualOptimisation:
 
     @hookimpl
     def step(self, run: Run, micro_batches: Sequence[Any]) -> None:
-        hooks, on = run.hooks, run.module_hooks
-        (run.batch,) = micro_batches  # one: check_plan refuses accumulate_grad_batches
-        if on.on_train_batch_start(run.batch, run.batch_idx) == -1:
+        hooks, (run.batch,) = run.hooks, micro_batches  # check_plan refuses accumulation
+        place = {"run": run, "batch": run.batch, "batch_idx": run.batch_idx}
+        if -1 in hooks.on_train_batch_start(**place):
             raise end_of_epoch(run)
         with hooks.micro_step(run=run, first=True, last=True):
             run.step_output = hooks.forward(
@@ -123,7 +123,7 @@ class ManualOptimisation:
                 "training_step returned a loss with a weight, which manual optimisation does not "
                 "use. Fix: divide the loss before manual_backward, and return it without 'weight'"
             )
-        on.on_train_batch_end(run.step_output, run.batch, run.batch_idx)
+        hooks.on_train_batch_end(outputs=run.step_output, **place)
 
     @hookimpl
     def forward(self, run: Run, method: str, args: tuple[Any, ...]) -> Any:
@@ -159,7 +159,7 @@ class ManualOptimisation:
     # --- backward ---------------------------------------------------------------------------------
 
     def manual_backward(self, loss: torch.Tensor, options: dict[str, Any]) -> None:
-        run, on = self._run, self._run.module_hooks
+        run = self._run
         if not isinstance(loss, torch.Tensor):
             raise TrainingError(
                 f"self.manual_backward needs the loss, a tensor, but got {type(loss).__name__}"
@@ -170,7 +170,7 @@ class ManualOptimisation:
                 f"{owner.label} owns the hook 'backward', which takes no {', '.join(options)}. "
                 "Fix: remove these options"
             )
-        on.on_before_backward(loss)
+        run.hooks.on_before_backward(run=run, loss=loss)
         parameters = (
             list(dict.fromkeys([*run.module.parameters(), *parameters_of(run.optimizers)]))
             if self._average_gradients
@@ -191,7 +191,7 @@ class ManualOptimisation:
                 self._average_gradients(run, parameters, changed_since(parameters, before))
             )
         self._seen.clear()
-        on.on_after_backward()
+        run.hooks.on_after_backward(run=run)
 
     # --- clipping and steps -----------------------------------------------------------------------
 
@@ -223,7 +223,7 @@ class ManualOptimisation:
             if optimizer not in self._seen:
                 self._show(optimizer)
             self._look_for_own_backward(optimizer)
-            run.module_hooks.on_before_optimizer_step(optimizer)
+            run.hooks.on_before_optimizer_step(run=run, optimizer=optimizer)
 
         def evaluate() -> Any:
             assert closure is not None
@@ -322,7 +322,7 @@ class ManualOptimisation:
 
         @wraps(own_zero_grad)
         def zero_grad(self_: Optimizer, *arguments: Any, **more: Any) -> None:
-            self._run.module_hooks.on_before_zero_grad(optimizer)
+            self._run.hooks.on_before_zero_grad(run=self._run, optimizer=optimizer)
             own_zero_grad(*arguments, **more)
             if self.on_cleared is not None:
                 self.on_cleared(optimizer)

@@ -19,11 +19,11 @@ from geartrain.plugin_api import (
     LoadedPlugin,
     PluginInfo,
     ScaledPrecision,
-    check_clip,
     clip,
     overridden,
     parameters_of,
 )
+from geartrain_manual.clipping import check_clip
 
 
 class Overrides:
@@ -96,9 +96,9 @@ class OwnStep:
     @hookimpl
     def on_run_start(self, run: Run) -> None:
         self._hook = run.hooks.surround("optimizer_step", self._step)
-        run.module_hooks.put_before("on_train_batch_start", self._note)
 
-    def _note(self, batch: Any, batch_idx: int) -> None:
+    @hookimpl
+    def on_train_batch_start(self, batch_idx: int) -> None:
         self._batch_idx = batch_idx
 
     def _step(self, run: Run, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
