@@ -202,7 +202,7 @@ def test_the_algorithm_of_a_config_file_has_its_options(tmp_path, config, argume
     config_file = str(tmp_path / "config.yaml")
     given = [str(target), "--config", config_file, "--accelerator", "cpu", *arguments]
     trainer = read_arguments("fit", given, None).trainer
-    strategy = next(part.plugin for part in trainer._parts if part.info.kind == "strategy")
+    strategy = next(part.plugin for part in trainer.setup.parts if part.info.kind == "strategy")
     assert type(strategy.algorithm).__name__ == "HalfAllReduce"
     assert strategy.algorithm.dtype == "fp16"
 

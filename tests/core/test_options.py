@@ -11,7 +11,7 @@ import pytest
 import geartrain as gt
 from geartrain import UsageError
 from geartrain.options import Options
-from geartrain.planning.components import TrainerArguments
+from geartrain.planning.components import _Choices
 from geartrain_port.names import OF_TRAINER_CALL
 
 LIMITS = ["limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"]
@@ -43,8 +43,8 @@ def test_the_trainers_signature_repeats_options_and_arguments():
         for name, one in inspect.signature(gt.Trainer).parameters.items()
         if name != "unknown"
     }
-    defaults = {one.name: one.default for cls in (Options, TrainerArguments) for one in fields(cls)}
-    written = {name: one.default for name, one in parameters.items() if name != "block"}
+    defaults = {one.name: one.default for cls in (Options, _Choices) for one in fields(cls)}
+    written = {name: one.default for name, one in parameters.items()}
     assert written == {**defaults, "max_epochs": None, "fast_dev_run": False}
 
 

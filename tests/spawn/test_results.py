@@ -273,7 +273,7 @@ def test_a_plugin_from_a_file_is_created_in_each_rank_with_its_options_and_state
     one.fit(module, loader())
     one.fit(module, loader())
     assert module.seen_by_a_file == 2
-    plugin = next(part.plugin for part in one._parts if part.info.name == "spawned_hooks")
+    plugin = next(part.plugin for part in one.setup.parts if part.info.name == "spawned_hooks")
     assert plugin.calls == 6
 
 

@@ -126,7 +126,7 @@ def test_rank_0_has_the_callers_own_objects_and_the_others_copies():
         second.trainer,
     )
     assert [
-        part.plugin.rank for part in second.trainer._parts if isinstance(part.plugin, Notes)
+        part.plugin.rank for part in second.trainer.setup.parts if isinstance(part.plugin, Notes)
     ] == [1]
     assert not notes.thread.name.startswith("rank")
     assert {thread.name for thread in threading.enumerate()}.isdisjoint({"rank-0", "rank-1"})

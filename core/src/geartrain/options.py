@@ -51,12 +51,12 @@ class Options:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Options:
-        """Return the options among a Trainer's arguments. ``fast_dev_run`` sets every limit.
+        """Return the options among a Trainer's arguments; ``fast_dev_run`` sets every limit.
 
         Raises:
             UsageError: a wrong value.
         """
-        options = {field.name: arguments[field.name] for field in fields(cls)}
+        options = {f.name: arguments.get(f.name, f.default) for f in fields(cls)}
         batches = options["fast_dev_run"]
         if not isinstance(batches, int) or batches < 0:
             raise UsageError(

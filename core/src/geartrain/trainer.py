@@ -27,28 +27,20 @@ from geartrain.errors import GeartrainError, TrainingError, UsageError
 from geartrain.errors.hints import write_instead
 from geartrain.hooks.manager import Hooks
 from geartrain.hooks.spelling import warn_of_others
-from geartrain.launch.cluster import detect
 from geartrain.loop.run import Run
 from geartrain.loop.step_forwarder import check_data, check_module
 from geartrain.loop.worker import work
 from geartrain.loop.wrapped_module import as_module
 from geartrain.module.hparams import hyperparameters
 from geartrain.module.module import DataModule, Module, overridden
-from geartrain.options import Options, refuse_unknown
-from geartrain.plan import Plan, check_joins
-from geartrain.planning.components import (
-    TrainerArguments,
-    build_components,
-    callbacks_of,
-    core_parts,
-    parts_for,
-    reserved_folder,
-)
-from geartrain.planning.registry import Registry
-from geartrain.planning.trainer_properties import TrainerProperties
+from geartrain.options import refuse_unknown
+from geartrain.plan import Plan
+from geartrain.planning.components import Setup
+from geartrain.planning.lazy_exports import import_from
+from geartrain.planning.rank_properties import RankProperties
 
 
-class Trainer(TrainerProperties):
+class Trainer(RankProperties):
     """Trains a module.
 
     ``__init__`` checks and plans everything before anything starts; ``trainer.plan`` is the plan.
@@ -154,15 +146,10 @@ class Trainer(TrainerProperties):
     ) -> None:
         arguments = dict(locals())
         refuse_unknown("Trainer", unknown, Trainer)
-        options = Options.of(arguments)
+        self._setup = Setup.of(arguments)
         if seed is not None:  # now, so that a module made after this trainer has the seed's weights
             seed_everything(seed)
-        self._block, self._assume = list(block), dict(assume or {})
-        self.registry, self.cluster = Registry(block), detect()
-        self._parts, self.hooks, self.plan = build_components(
-            self.registry, self.cluster, options, TrainerArguments.of(arguments)
-        )
-        self.output = self.plan.output
+        self.hooks = Hooks(self._setup.parts)
         self._run: Run | None = None
         #: The argument of :meth:`predict`; a plugin may set it if it is ``None``.
         self.return_predictions: bool | None = None
@@ -320,10 +307,7 @@ class Trainer(TrainerProperties):
         """
         check_module(model, command)
         if isinstance(model, Module) and overridden(model, "configure_callbacks"):
-            kept, added = callbacks_of(self.registry, self._parts, model)
-            self._parts = (*kept, *added)
-            left = [part.info for part in kept if part.info in self.plan.plugins]
-            self.plan = replace(self.plan, plugins=(*left, *(part.info for part in added)))
+            self._setup = self._setup.with_callbacks_of(model)
         if self.is_global_zero:
             name = (model if isinstance(model, type) else type(model)).__name__
             fix = "use a hook of geartrain, or rename it"
@@ -338,15 +322,10 @@ class Trainer(TrainerProperties):
         if command == "fit" and not model.automatic_optimization:
             # First without the parts of manual optimisation: the refusal of a strategy is clearer
             # than an error about two owners of a hook.
-            Hooks(self._parts).check_plan(plan=self.plan, module=model)
-        self.hooks = self.hooks_for(model, command)
-        check_joins(self.plan, self.hooks)
-        self.hooks.check_plan(plan=self.plan, module=model)
+            Hooks(self._setup.parts).check_plan(plan=self.plan, module=model)
+        self.hooks = self._setup.hooks(model, command)
+        self._setup.check(self.hooks, model)
         return self.plan
-
-    def hooks_for(self, model: Module | type[Module], command: str) -> Hooks:
-        """Return the hooks of one run, not yet frozen: a run freezes its own."""
-        return Hooks(parts_for(self.registry, self._parts, self.plan.options, model, command))
 
     def _start(
         self,
@@ -371,12 +350,7 @@ class Trainer(TrainerProperties):
                 read_loaders(loaders, stage)  # refused before anything starts
         if datamodule is not None:
             check_data(datamodule)
-        if self._assume:
-            raise UsageError(
-                f"this trainer assumes hardware that this machine lacks ({self._assume}): "
-                "it can be explained, not run."
-            )
-        with reserved_folder(self._parts, resumes):
+        with self._setup.reserved_folder(resumes):
             return self._launch(command, model, given, datamodule, checkpoint, resumes)
 
     def _launch(
@@ -460,30 +434,40 @@ class Trainer(TrainerProperties):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state from which another process makes this trainer."""
-        left_out = ("registry", "hooks", "cluster", "_parts", "_run")
-        kept = {key: value for key, value in vars(self).items() if key not in left_out}
-        return {**kept, "plugins": [part for part in self._parts if not part.info.is_core]}
+        return {key: value for key, value in vars(self).items() if key not in ("hooks", "_run")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        plugins = state.pop("plugins")
-        vars(self).update(state, registry=Registry(state["_block"]), cluster=detect(), _run=None)
-        # This process did not begin the run's folder: the process that started this one did.
-        self._parts = (*core_parts(self.plan.options, self.output, False), *plugins)
-        self.hooks = Hooks(self._parts)
+        vars(self).update(state, hooks=Hooks(state["_setup"].parts), _run=None)
         if self.datamodule is not None:
             self.datamodule.trainer = self
 
     if not TYPE_CHECKING:  # a type checker would accept any name
 
         def __getattr__(self, name: str) -> Any:
-            """Raise an error that names the replacement, if Lightning has an attribute ``name``."""
+            """Return an attribute of Lightning's Trainer that geartrain-callbacks knows.
+
+            Raises:
+                AttributeError: an unknown name; the message has its replacement.
+            """
             try:  # once more, for the error, which may be a property's own
                 return object.__getattribute__(self, name)
             except AttributeError as error:
+                if not name.startswith("__") and (view := _view()) and hasattr(view, name):
+                    return getattr(view(self, self._run), name)
                 what = f"{error}{write_instead('Trainer', name)}"
                 raise AttributeError(what, name=name, obj=self) from None
 
     # --- properties -------------------------------------------------------------------------------
+
+    @property
+    def setup(self) -> Setup:
+        """The parts, the plan, the launcher and the installed plugins, for another process."""
+        return self._setup
+
+    @property
+    def output(self) -> Path | None:
+        """The run's folder, or ``None``."""
+        return self.plan.output
 
     @property
     def run(self) -> Run:
@@ -519,8 +503,8 @@ class Trainer(TrainerProperties):
     @property
     def num_training_batches(self) -> int | float:
         """Batches in one epoch; infinity if the loader has no length, and before ``fit``."""
-        batches = self._stage("train")[1]
-        return batches[0] if batches else float("inf")
+        batches = self._run.stages["train"].batches if self._run else []
+        return float("inf") if not batches or batches[0] is None else batches[0]
 
     @property
     def estimated_stepping_batches(self) -> int | float:
@@ -529,7 +513,7 @@ class Trainer(TrainerProperties):
         steps: int | float = float("inf")
         if options.max_epochs != -1 and batches != float("inf"):
             name, size = "get_accumulate_grad_batches", options.accumulate_grad_batches
-            of = (getattr(p.plugin, name) for p in self._parts if hasattr(p.plugin, name))
+            of = (getattr(p.plugin, name) for p in self._setup.parts if hasattr(p.plugin, name))
             size_of = next(of, lambda epoch: size)
             steps = sum(-(-int(batches) // size_of(epoch)) for epoch in range(options.max_epochs))
         return steps if options.max_steps == -1 else min(steps, options.max_steps)
@@ -542,6 +526,13 @@ class Trainer(TrainerProperties):
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
         self.run.should_stop = value
+
+
+def _view() -> Any:
+    """Return the class of Lightning's other attributes; ``None`` without geartrain-callbacks."""
+    with suppress(ImportError):
+        return import_from("geartrain_callbacks.trainer_view", "").TrainerView
+    return None
 
 
 def _as_tensors(metrics: Mapping[str, float]) -> dict[str, torch.Tensor]:

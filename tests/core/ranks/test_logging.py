@@ -169,7 +169,7 @@ def test_many_metrics_take_as_many_collectives_as_one():
         trainer, strategy = on_threads(plugins=[Counts()])
         trainer.fit(Many(metrics), DataLoader(samples(16), batch_size=2))
         return [
-            next(p.plugin for p in run.trainer._parts if isinstance(p.plugin, Counts))
+            next(p.plugin for p in run.trainer.setup.parts if isinstance(p.plugin, Counts))
             for run in strategy.runs
         ]
 

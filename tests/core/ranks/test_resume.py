@@ -85,7 +85,7 @@ def go(folder, epochs, path=None, plugins=(), **options):
     ]
     found = []
     for run in strategy.runs:
-        plugins = {type(part.plugin): part.plugin for part in run.trainer._parts}
+        plugins = {type(part.plugin): part.plugin for part in run.trainer.setup.parts}
         found.append(
             SimpleNamespace(
                 weights=weights(run.module),

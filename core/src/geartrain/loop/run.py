@@ -180,7 +180,8 @@ class Run:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         trainer = state["trainer"]
-        Run.__init__(self, hooks=trainer.hooks_for(state["module"], state["command"]), **state)
+        hooks = trainer._setup.hooks(state["module"], state["command"], state["mode"])
+        Run.__init__(self, hooks=hooks, **state)
         trainer._run = self
 
     def again(self) -> None:

@@ -1,4 +1,4 @@
-"""The parts of a run: core's own and the selected plugins, and their plan."""
+"""Setup: the parts of a run, core's own and the selected plugins, and their plan."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from geartrain._version import __version__
 from geartrain.builtin.clipping import GradientClipping
@@ -22,10 +22,10 @@ from geartrain.files.paths import user_path
 from geartrain.hooks.manager import Hooks
 from geartrain.hooks.plugin_info import LoadedPlugin, PluginInfo
 from geartrain.hooks.spelling import warn_of_others
-from geartrain.launch.cluster import ClusterEnvironment, starts_rank_0
+from geartrain.launch.cluster import ClusterEnvironment, detect, starts_rank_0
 from geartrain.module.module import overridden
 from geartrain.options import Options
-from geartrain.plan import Plan, make_plan
+from geartrain.plan import Plan, check_joins, make_plan
 from geartrain.planning.lazy_exports import import_from
 from geartrain.planning.plugin_files import file_plugin, has_hookimpls, is_file
 from geartrain.planning.registry import Registry, make
@@ -35,6 +35,9 @@ from geartrain.planning.selection import (
     select_precision,
     select_strategy,
 )
+
+if TYPE_CHECKING:
+    from geartrain.module.module import Module
 
 #: Lightning's packages.
 _LIGHTNING = ("lightning", "pytorch_lightning")
@@ -46,8 +49,8 @@ _OVERRIDES = (
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerArguments:
-    """The arguments of a Trainer or a Session, apart from the loop's options."""
+class _Choices:
+    """The arguments of a Trainer or a Session that choose its parts."""
 
     accelerator: Any = "auto"
     devices: Any = "auto"
@@ -56,6 +59,7 @@ class TrainerArguments:
     precision: Any = "32-true"
     plugins: Any = ()
     callbacks: Any = ()
+    block: Sequence[str] = ()
     max_time: Any = None
     output: str | Path | None = None
     accelerator_options: Mapping[str, Any] | None = None
@@ -63,77 +67,157 @@ class TrainerArguments:
     plugin_options: Mapping[str, Mapping[str, Any]] | None = None
     assume: Mapping[str, int] | None = None
 
-    @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> TrainerArguments:
-        """Return these among a Trainer's arguments."""
-        return cls(**{field.name: arguments[field.name] for field in fields(cls)})
 
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a Trainer or a Session consists of before anything starts.
 
-def build_components(
-    registry: Registry,
-    cluster: ClusterEnvironment | None,
-    options: Options,
-    asked: TrainerArguments,
-) -> tuple[tuple[LoadedPlugin, ...], Hooks, Plan]:
-    """Select the parts and make their hooks, not yet frozen, and the plan.
-
-    Args:
-        cluster: this process among others, as the launcher describes it.
-
-    Raises:
-        UsageError: anything that cannot work.
+    It travels to other processes. There it has the same plan and plugins, and the cluster and the
+    installed plugins of that process.
     """
-    nodes = asked.num_nodes
-    if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
-        raise UsageError(f"num_nodes={nodes!r} must be a whole number, at least 1.")
-    devices, nodes = _as_launched(cluster, asked.accelerator, asked.devices, nodes)
-    assume, its = asked.assume or {}, asked.accelerator_options or {}
-    accelerator, passed = select_accelerator(registry, asked.accelerator, its, assume)
-    indices = select_devices(accelerator, devices, assume)
-    its = asked.strategy_options or {}
-    strategy, also_passed = select_strategy(registry, asked.strategy, its, indices, nodes)
-    extra = [
-        *plugin_parts(registry, asked.plugins, asked.plugin_options or {}),
-        *more_parts(registry, asked.callbacks, asked.max_time),
-    ]
-    progress = progress_parts(registry, extra) if options.enable_progress_bar else []
-    precision = select_precision(registry, asked.precision)
-    output = None if asked.output is None else user_path(asked.output, "output")
-    is_first = starts_rank_0(cluster, nodes)
-    # Progress before the other plugins: it then gets events last, after they have logged.
-    selected = (accelerator, strategy, *progress, *extra)
-    parts = (*core_parts(options, output, is_first), precision, *selected)
-    hooks = Hooks(parts)
-    if is_first:
-        _warn_of_failed(registry, asked, selected)
-        fix = "use a hook of docs/hooks.md with @hookimpl, or callbacks=[...]"
-        for part in (accelerator, strategy, *extra):
-            if not hasattr(part.plugin, "as_plugin"):  # otherwise its as_plugin has checked it
-                warn_of_others(part.plugin, part.info.label, fix)
-    plan = make_plan(
-        hooks,
-        accelerator=accelerator.info,
-        strategy=strategy,
-        devices=indices,
-        plugins=tuple(part.info for part in (*extra, *progress)),
-        num_nodes=nodes,
-        precision=precision.info,
-        passed_over=passed | also_passed,
-        options=options,
-        output=None if options.fast_dev_run else output,
-        assumed=accelerator.info.name in assume,
-    )
-    return parts, hooks, plan
+
+    #: The installed plugins.
+    registry: Registry
+    #: Core's own parts and the selected plugins.
+    parts: tuple[LoadedPlugin, ...]
+    plan: Plan
+    #: The place of this process among the launcher's; ``None`` if it is alone.
+    cluster: ClusterEnvironment | None
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Setup:
+        """Select the parts and make the plan.
+
+        Args:
+            arguments: of a Trainer, by name; others are ignored.
+
+        Raises:
+            UsageError: anything that cannot work.
+        """
+        options, choices = Options.of(arguments), _Choices(**_among(arguments, _Choices))
+        nodes = choices.num_nodes
+        if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
+            raise UsageError(f"num_nodes={nodes!r} must be a whole number, at least 1.")
+        registry, cluster, assume = Registry(choices.block), detect(), choices.assume or {}
+        devices, nodes = _as_launched(cluster, choices.accelerator, choices.devices, nodes)
+        accelerator, passed = select_accelerator(
+            registry, choices.accelerator, choices.accelerator_options or {}, assume
+        )
+        indices = select_devices(accelerator, devices, assume)
+        strategy, also_passed = select_strategy(
+            registry, choices.strategy, choices.strategy_options or {}, indices, nodes
+        )
+        extra = [
+            *plugin_parts(registry, choices.plugins, choices.plugin_options or {}),
+            *more_parts(registry, choices.callbacks, choices.max_time),
+        ]
+        progress = progress_parts(registry, extra) if options.enable_progress_bar else []
+        precision = select_precision(registry, choices.precision)
+        output = None if choices.output is None else user_path(choices.output, "output")
+        is_first = starts_rank_0(cluster, nodes)
+        # Progress before the other plugins: it then gets events last, after they have logged.
+        selected = (accelerator, strategy, *progress, *extra)
+        parts = (*_core_parts(options, output, is_first), precision, *selected)
+        hooks = Hooks(parts)
+        if is_first:
+            _warn_of_failed(registry, choices, selected)
+            fix = "use a hook of docs/hooks.md with @hookimpl, or callbacks=[...]"
+            for part in (accelerator, strategy, *extra):
+                if not hasattr(part.plugin, "as_plugin"):  # otherwise its as_plugin has checked it
+                    warn_of_others(part.plugin, part.info.label, fix)
+        plan = make_plan(
+            hooks,
+            accelerator=accelerator.info,
+            strategy=strategy,
+            devices=indices,
+            plugins=tuple(part.info for part in (*extra, *progress)),
+            num_nodes=nodes,
+            precision=precision.info,
+            passed_over=passed | also_passed,
+            options=options,
+            output=None if options.fast_dev_run else output,
+            assumed=bool(assume),
+        )
+        return cls(registry, parts, plan, cluster)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        plugins = [part for part in self.parts if not part.info.is_core]
+        return _received, (self.registry.block, self.plan, plugins)
+
+    def with_plugins(self, plan: Plan, plugins: Iterable[LoadedPlugin]) -> Setup:
+        """Return this setup with another plan, and with these parts besides core's own."""
+        # It did not begin the run's folder: the setup from which it comes did.
+        parts = (*_core_parts(plan.options, plan.output, False), *plugins)
+        return replace(self, parts=parts, plan=plan)
+
+    def with_callbacks_of(self, module: Module) -> Setup:
+        """Return this setup with the callbacks of ``module.configure_callbacks``.
+
+        Source: as Lightning's, they replace callbacks of the same class, and stay in the trainer.
+
+        Raises:
+            UsageError: an object is no callback.
+        """
+        added = more_parts(self.registry, module.configure_callbacks() or (), None)
+        classes = {type(_callback(part)) for part in added}
+        parts = [part for part in self.parts if type(_callback(part)) not in classes]
+        kept = [part.info for part in parts if part.info in self.plan.plugins]
+        plan = replace(self.plan, plugins=(*kept, *(part.info for part in added)))
+        return replace(self, parts=(*parts, *added), plan=plan)
+
+    def hooks(self, module: Any, command: str, mode: str = "automatic") -> Hooks:
+        """Return the hooks of one run, not yet frozen: also of plugins that only this run needs.
+
+        Args:
+            module: of the run; also command and mode, as in :class:`geartrain.Run`.
+
+        Raises:
+            UsageError: a plugin that the run needs is not installed, or is chosen too.
+        """
+        if mode == "session":
+            return Hooks(self.parts)
+        return Hooks(_run_parts(self.registry, self.parts, self.plan.options, module, command))
+
+    def check(self, hooks: Hooks, module: Any) -> None:
+        """Let the plugins refuse the plan for a module.
+
+        Raises:
+            UsageError: the plan cannot work.
+        """
+        check_joins(self.plan, hooks)
+        hooks.check_plan(plan=self.plan, module=module)
+
+    def reserved_folder(self, resumes: bool = False) -> AbstractContextManager[None]:
+        """Keep other runs out of the run's folder, if it has one; see :meth:`RunFolder.reserved`.
+
+        Raises:
+            UsageError: another run is in the folder, or the plan is for assumed hardware.
+        """
+        if self.plan.assumed:
+            raise UsageError(
+                "this plan assumes hardware that this machine lacks (assume=): "
+                "it can be explained, not run."
+            )
+        folder = next((p.plugin for p in self.parts if isinstance(p.plugin, RunFolder)), None)
+        return nullcontext() if folder is None else folder.reserved(resumes)
 
 
-def _warn_of_failed(
-    registry: Registry, asked: TrainerArguments, parts: Sequence[LoadedPlugin]
-) -> None:
+def _among(arguments: Mapping[str, Any], cls: type) -> dict[str, Any]:
+    """Return the arguments that are fields of a dataclass."""
+    names = [field.name for field in fields(cls)]
+    return {name: arguments[name] for name in names if name in arguments}
+
+
+def _received(block: Sequence[str], plan: Plan, plugins: Sequence[LoadedPlugin]) -> Setup:
+    return Setup(Registry(block), (), plan, detect()).with_plugins(plan, plugins)
+
+
+def _warn_of_failed(registry: Registry, choices: _Choices, parts: Sequence[LoadedPlugin]) -> None:
     """Warn about failed plugins that ``"auto"`` would have considered, or with a selected name."""
     names = {(part.info.kind, part.info.name.lower()) for part in parts}
-    if str(asked.accelerator).lower() in ("auto", "gpu"):
+    if str(choices.accelerator).lower() in ("auto", "gpu"):
         names |= {("accelerator", one.name.lower()) for one in registry.of("accelerator")}
-    if str(asked.strategy).lower() == "auto":
+    if str(choices.strategy).lower() == "auto":
         names |= {key for key in KNOWN if key[0] == "strategy"}
     if ("plugin", "progress_lines") in names:
         names.add(("plugin", "progress"))
@@ -158,7 +242,7 @@ def _as_launched(
     return devices, cluster.nodes if num_nodes == 1 else num_nodes
 
 
-def core_parts(options: Options, output: Path | None, first: bool) -> list[LoadedPlugin]:
+def _core_parts(options: Options, output: Path | None, first: bool) -> list[LoadedPlugin]:
     """Return core's own parts for these options; ``first`` as in :class:`RunFolder`."""
     parts = [_core_part("defaults", Defaults(), "one process on one device", "default")]
     if output is not None and not options.fast_dev_run:
@@ -172,15 +256,7 @@ def _core_part(name: str, plugin: Any, reason: str, kind: str = "core") -> Loade
     return LoadedPlugin(PluginInfo(name, kind, "geartrain", __version__, reason), plugin)
 
 
-def reserved_folder(
-    parts: Iterable[LoadedPlugin], resumes: bool = False
-) -> AbstractContextManager[None]:
-    """Keep other runs out of the run's folder, if it has one; see :meth:`RunFolder.reserved`."""
-    folder = next((part.plugin for part in parts if isinstance(part.plugin, RunFolder)), None)
-    return nullcontext() if folder is None else folder.reserved(resumes)
-
-
-def parts_for(
+def _run_parts(
     registry: Registry, parts: Sequence[LoadedPlugin], options: Options, module: Any, command: str
 ) -> tuple[LoadedPlugin, ...]:
     """Return the parts of one run: the trainer's, and those that the command and the module need.
@@ -325,22 +401,6 @@ def _adapted(callback: Any, reason: str) -> LoadedPlugin:
         raise UsageError(f"{what}. Fix: use {fix}")
     adapter = import_from("geartrain_callbacks", f"callbacks={cls.__name__}(...)").callback.Adapter
     return LoadedPlugin(PluginInfo(cls.__name__, "plugin", None, None, reason), adapter(callback))
-
-
-def callbacks_of(
-    registry: Registry, parts: Sequence[LoadedPlugin], module: Any
-) -> tuple[list[LoadedPlugin], list[LoadedPlugin]]:
-    """Return the parts that the callbacks of a module do not replace, and those callbacks.
-
-    Source: as Lightning's ``configure_callbacks``, they replace callbacks of the same class, and
-    stay in the trainer.
-
-    Raises:
-        UsageError: an object is no callback.
-    """
-    added = more_parts(registry, module.configure_callbacks() or (), None)
-    classes = {type(_callback(part)) for part in added}
-    return [part for part in parts if type(_callback(part)) not in classes], added
 
 
 def _callback(part: LoadedPlugin) -> Any:

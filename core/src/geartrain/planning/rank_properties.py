@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from geartrain.hooks.plugin_info import LoadedPlugin
     from geartrain.launch.cluster import ClusterEnvironment
     from geartrain.loop.run import Run
     from geartrain.plan import Plan
+    from geartrain.planning.components import Setup
 
 
 class RankProperties:
     """Ranks are those of the running Run, otherwise of the launcher's environment."""
 
-    plan: Plan
-    cluster: ClusterEnvironment | None
+    #: The parts and the plan; another process gets them as this value.
+    _setup: Setup
     _run: Run | None
-    _parts: Sequence[LoadedPlugin]
+
+    @property
+    def plan(self) -> Plan:
+        """The decisions before anything started."""
+        return self._setup.plan
+
+    @plan.setter
+    def plan(self, plan: Plan) -> None:
+        self._setup = replace(self._setup, plan=plan)
+
+    @property
+    def cluster(self) -> ClusterEnvironment | None:
+        """The place of this process among the launcher's; ``None`` if it is alone."""
+        return self._setup.cluster
+
+    @cluster.setter
+    def cluster(self, cluster: ClusterEnvironment | None) -> None:
+        self._setup = replace(self._setup, cluster=cluster)
 
     @property
     def global_rank(self) -> int:
@@ -45,7 +62,7 @@ class RankProperties:
     @property
     def loggers(self) -> list[Any]:
         """The loggers that have an ``experiment``, their own object: TensorBoard's writer etc."""
-        plugins = (part.plugin for part in self._parts)
+        plugins = (part.plugin for part in self._setup.parts)
         return [plugin for plugin in plugins if hasattr(type(plugin), "experiment")]
 
     @property

@@ -95,8 +95,8 @@ class Registry:
     entry_points = staticmethod(entry_points)
 
     def __init__(self, block: Iterable[str] = ()) -> None:
-        self.candidates = _installed()
-        self._block(block, "--block")
+        self.candidates, self.block = _installed(), tuple(block)
+        self._block(self.block, "--block")
         variable = "GEARTRAIN_BLOCK"
         self._block((n.strip() for n in os.environ.get(variable, "").split(",")), variable)
         self._settle_names()

@@ -49,8 +49,7 @@ from geartrain.module.hparams import (
     HyperParameters as HyperParameters,
     hyperparameters as hyperparameters,
 )
-from geartrain.options import Duration as Duration, Options as Options, seconds as seconds
-from geartrain.plan import check_joins as check_joins
+from geartrain.options import Duration as Duration, seconds as seconds
 from geartrain.planning.plugin_files import (
     file_plugin as file_plugin,
     is_file as is_file,

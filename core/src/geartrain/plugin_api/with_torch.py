@@ -89,9 +89,4 @@ from geartrain.module.nested import (
     move as move,
     not_plain as not_plain,
 )
-from geartrain.planning.components import (
-    TrainerArguments as TrainerArguments,
-    build_components as build_components,
-    core_parts as core_parts,
-    reserved_folder as reserved_folder,
-)
+from geartrain.planning.components import Setup as Setup

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from geartrain import Plan, Trainer
-from geartrain.plugin_api import Hooks, Options, PluginInfo
+from geartrain.plugin_api import Hooks, PluginInfo
 from geartrain_cli.arguments import read_arguments
 from geartrain_cli.target import Target
 
@@ -64,7 +64,7 @@ def _print_plan(console: Console, plan: Plan) -> None:
     processes = "as the launcher decides" if plan.processes is None else str(plan.processes)
     table.add_row("processes", processes, f"{plan.layout.devices_per_process} device(s) each")
     table.add_row("batch size", *_batch_size(plan))
-    if changed := _changed(plan.options):
+    if changed := _changed(plan):
         table.add_row("options", changed, "not the defaults")
     for what, how in plan.notes.items():
         table.add_row(what, how, f"set by {plan.strategy.name}")
@@ -78,9 +78,9 @@ def _print_plan(console: Console, plan: Plan) -> None:
     console.print(table)
 
 
-def _changed(options: Options) -> str:
+def _changed(plan: Plan) -> str:
     """Return the options of the loop that are not the defaults."""
-    pairs = ((field, getattr(options, field.name)) for field in fields(options))
+    pairs = ((f, getattr(plan.options, f.name)) for f in fields(plan.options))
     return ", ".join(f"{field.name}={now!r}" for field, now in pairs if now != field.default)
 
 

@@ -37,7 +37,7 @@ _BY_NAME = (
 
 def pickles(section: Section, request: Request) -> None:
     """Build module, data and loaders as ``geartrain fit`` does; report what does not pickle."""
-    dump = _by_value(request.trainer.registry)
+    dump = _by_value(request.trainer.setup.registry)
     facts = section.facts
     facts |= {
         "target": request.target[0].__name__,

@@ -17,16 +17,9 @@ from torch.optim import Optimizer
 from geartrain import Run, UsageError, seed_everything
 from geartrain.plugin_api import (
     Hooks,
-    Options,
     RankProperties,
-    Registry,
-    TrainerArguments,
-    build_components,
-    check_joins,
-    core_parts,
-    detect,
+    Setup,
     parameters_of,
-    reserved_folder,
     save_checkpoint_file,
     user_path,
     write_instead,
@@ -97,19 +90,7 @@ class Session(RankProperties):
         refuse_unknown(
             unknown, [name for name in inspect.signature(Session).parameters if name != "unknown"]
         )
-        options = Options(
-            max_epochs=-1,
-            num_sanity_val_steps=0,
-            enable_progress_bar=False,
-            gradient_clip_val=gradient_clip_val,
-            gradient_clip_algorithm=gradient_clip_algorithm,
-            log_every_n_steps=log_every_n_steps,
-            seed=seed,
-        )
-        if seed is not None:
-            seed_everything(seed)
-        self._assume = dict(assume or {})
-        self._block, self.registry, self.cluster = list(block), Registry(block), detect()
+        arguments = dict(locals())
         given = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
         own = [
             one
@@ -118,26 +99,16 @@ class Session(RankProperties):
         ]
         #: The callbacks that are not plugins; :meth:`call` calls them.
         self.callbacks = Callbacks(one for one in given if not any(one is plugin for plugin in own))
-        asked = TrainerArguments(
-            accelerator=accelerator,
-            devices=devices,
-            strategy=strategy,
-            num_nodes=num_nodes,
-            precision=precision,
-            plugins=plugins,
-            callbacks=own,
-            output=output,
-            accelerator_options=accelerator_options,
-            strategy_options=strategy_options,
-            plugin_options=plugin_options,
-            assume=self._assume,
+        self._setup = Setup.of(
+            arguments
+            | {"callbacks": own, "max_epochs": -1}
+            | {"num_sanity_val_steps": 0, "enable_progress_bar": False}
         )
-        self._parts, self.hooks, self.plan = build_components(
-            self.registry, self.cluster, options, asked
-        )
-        check_hooks(self.hooks, self._parts)
-        check_joins(self.plan, self.hooks)
-        self.hooks.check_plan(plan=self.plan, module=Models)
+        if seed is not None:
+            seed_everything(seed)
+        self.hooks = Hooks(self._setup.parts)
+        check_hooks(self.hooks, self._setup.parts)
+        self._setup.check(self.hooks, Models)
         self._forget_run()
 
     if not TYPE_CHECKING:  # a type checker would accept any name
@@ -153,16 +124,10 @@ class Session(RankProperties):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state from which a new process creates this session."""
-        kept = ("_block", "_assume", "plan", "callbacks")
-        return {name: getattr(self, name) for name in kept} | {
-            "plugins": [part for part in self._parts if not part.info.is_core]
-        }
+        return {"_setup": self._setup, "callbacks": self.callbacks}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        plugins = state.pop("plugins")
-        vars(self).update(state, registry=Registry(state["_block"]), cluster=detect())
-        self._parts = (*core_parts(self.plan.options, self.plan.output, False), *plugins)
-        self.hooks = Hooks(self._parts)
+        vars(self).update(state, hooks=Hooks(state["_setup"].parts))
         self._forget_run()
 
     # --- start and end ----------------------------------------------------------------------------
@@ -188,11 +153,6 @@ class Session(RankProperties):
         Raises:
             UsageError: the session is already launched, or the strategy needs a function.
         """
-        if self._assume:
-            raise UsageError(
-                f"this session assumes hardware that this machine lacks ({self._assume}): "
-                "session.plan explains it."
-            )
         if self._run is not None:
             raise UsageError(
                 "this session is already launched. "
@@ -203,7 +163,7 @@ class Session(RankProperties):
                 f"launch({function!r}): the argument is no function. "
                 "Fix: session.launch(train), which calls train(session)"
             )
-        strategy = next(part for part in self._parts if part.info.kind == "strategy")
+        strategy = next(part for part in self._setup.parts if part.info.kind == "strategy")
         if function is None and getattr(strategy.plugin, "needs_function", False):
             raise UsageError(
                 f"{strategy.info.label} starts its processes on a function. "
@@ -211,7 +171,7 @@ class Session(RankProperties):
             )
         run = Run(
             plan=self.plan,
-            hooks=Hooks(self._parts),
+            hooks=Hooks(self._setup.parts),
             module=Models(),
             trainer=cast(Any, self),  # launchers and hooks read some attributes of a Trainer
             command="fit",
@@ -221,7 +181,7 @@ class Session(RankProperties):
         )
         try:
             with ExitStack() as around:
-                around.enter_context(reserved_folder(self._parts))
+                around.enter_context(self._setup.reserved_folder())
                 if function is not None:
                     return run.hooks.launch(
                         run=run, worker=FunctionWorker(run, function, args, kwargs)
@@ -270,10 +230,6 @@ class Session(RankProperties):
     def attach_run(self, session_run: SessionRun) -> None:
         """Set the run that a worker has set up in this process."""
         self._run, self._session_run = session_run.run, session_run
-
-    def hooks_for(self, model: Any, command: str) -> Hooks:
-        """Return the hooks of one run, like :meth:`geartrain.Trainer.hooks_for`."""
-        return Hooks(self._parts)
 
     def _launched(self, what: str) -> SessionRun:
         """Return the run; launch it first if it has one process.
@@ -430,7 +386,7 @@ class Session(RankProperties):
         computes = next(
             (
                 part.plugin
-                for part in self._parts
+                for part in self._setup.parts
                 if part.info.kind == "precision" and hasattr(part.plugin, "computing")
             ),
             None,

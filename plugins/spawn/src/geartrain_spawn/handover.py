@@ -233,7 +233,7 @@ def _copy(thing: Any) -> Any:
 
 
 def _plugins(run: Run) -> list[LoadedPlugin]:
-    return [part for part in run.trainer._parts if part.info.kind == "plugin"]
+    return [part for part in run.hooks.parts if part.info.kind == "plugin"]
 
 
 def _plugin_state(part: LoadedPlugin) -> Any:

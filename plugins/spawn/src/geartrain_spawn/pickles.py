@@ -171,7 +171,7 @@ def pickled_arguments(run: Run, worker: Any) -> dict[str, Any]:
     )
     plugins = {
         part.info.label: part.plugin
-        for part in run.trainer._parts
+        for part in run.hooks.parts
         if part.make_again is None and not part.info.is_core
     }
     given |= getattr(worker, "pickled_arguments", {})  # of a Session's function

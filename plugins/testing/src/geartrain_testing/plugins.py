@@ -135,7 +135,7 @@ def run_plugin(
     found = []
     for rank, (run, error) in enumerate(zip(strategy.runs, strategy.errors, strict=True)):
         # Plugins come before callbacks.
-        chosen = [part.plugin for part in run.trainer._parts if part.info.kind == "plugin"]
+        chosen = [part.plugin for part in run.trainer.setup.parts if part.info.kind == "plugin"]
         as_plugins, as_callbacks = iter(chosen), iter(chosen[len(all_plugins) :])
         found_parts = [
             next(as_callbacks if hasattr(one, "as_plugin") else as_plugins) for one in given

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from geartrain import Trainer, UsageError, __version__, hookspecs
-from geartrain.plugin_api import Hooks, LoadedPlugin, PluginInfo, core_parts
+from geartrain.plugin_api import Hooks, LoadedPlugin, PluginInfo
 
 
 def finder(trainer: Trainer, recorder: Any, steps: int, **options: Any) -> Trainer:
@@ -38,7 +38,7 @@ def finder(trainer: Trainer, recorder: Any, steps: int, **options: Any) -> Train
     )
     chosen = [
         part
-        for part in trainer._parts
+        for part in trainer.setup.parts
         if part.info.kind in ("precision", "accelerator", "strategy")
     ]
     own = LoadedPlugin(
@@ -47,10 +47,10 @@ def finder(trainer: Trainer, recorder: Any, steps: int, **options: Any) -> Train
     )
     kept = [part for part in _plugins(trainer) if not watches(trainer, part)]
     made = object.__new__(type(trainer))
-    vars(made).update(vars(trainer), output=None, datamodule=None, _run=None)
-    made._parts = (*core_parts(plan.options, None, False), *chosen, *kept, own)
-    made.hooks = Hooks(made._parts)
-    made.plan = replace(plan, plugins=tuple(part.info for part in (*kept, own)))
+    plan = replace(plan, plugins=tuple(part.info for part in (*kept, own)))
+    setup = trainer.setup.with_plugins(plan, (*chosen, *kept, own))
+    hooks = Hooks(setup.parts)
+    vars(made).update(vars(trainer), datamodule=None, _run=None, _setup=setup, hooks=hooks)
     return made
 
 
@@ -82,7 +82,7 @@ def _plugins(trainer: Trainer) -> list[LoadedPlugin]:
     """Return the selected plugins, except the progress plugin, which a finder turns off."""
     return [
         part
-        for part in trainer._parts
+        for part in trainer.setup.parts
         if part.info.kind == "plugin" and not getattr(part.plugin, "shows_progress", False)
     ]
 

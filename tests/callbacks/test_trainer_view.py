@@ -11,7 +11,7 @@ from threads import on_threads
 
 import geartrain as gt
 from geartrain.callbacks import Callback, EarlyStopping, ModelCheckpoint
-from geartrain.planning.trainer_properties import TrainerState
+from geartrain_callbacks.trainer_view import TrainerState
 
 
 class Reads(Callback):

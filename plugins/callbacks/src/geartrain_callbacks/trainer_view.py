@@ -1,6 +1,6 @@
-"""The read-only attributes that callbacks read from a Trainer. Names and meanings are Lightning's.
+"""Lightning's attributes of a Trainer that have no part in the loop.
 
-Each works before, during and after a run.
+``trainer.NAME`` finds them here. Each works before, during and after a run.
 """
 
 from __future__ import annotations
@@ -8,16 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from geartrain.data.combined import CombinedLoader
-from geartrain.planning.rank_properties import RankProperties
-
-if TYPE_CHECKING:
-    from geartrain.hooks.plugin_info import LoadedPlugin
-    from geartrain.loop.run import Run
+from geartrain import CombinedLoader, Run, Trainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +44,12 @@ class RunningStrategy:
     Outside a run they are those of one rank.
 
     Args:
-        trainer: the Trainer.
+        view: the attributes of the Trainer.
         plugin: the strategy itself.
     """
 
-    def __init__(self, trainer: TrainerProperties, plugin: Any) -> None:
-        self._trainer, self.plugin = trainer, plugin
+    def __init__(self, view: TrainerView, plugin: Any) -> None:
+        self._view, self._trainer, self.plugin = view, view.trainer, plugin
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the Trainer, as ``world_size``, or of the strategy."""
@@ -76,37 +71,39 @@ class RunningStrategy:
     @property
     def root_device(self) -> torch.device:
         """The device of this rank; the CPU before a run."""
-        return getattr(self._trainer._run, "device", torch.device("cpu"))
+        return getattr(self._view.run, "device", torch.device("cpu"))
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until every rank has called this."""
-        if (run := self._trainer._active) is not None:
+        if (run := self._view.active) is not None:
             run.hooks.barrier(run=run)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the object of rank ``src``."""
-        run = self._trainer._active
+        run = self._view.active
         return obj if run is None else run.hooks.broadcast(run=run, obj=obj, src=src)
 
     def all_gather(self, tensor: torch.Tensor, sync_grads: bool = False) -> Any:
         """Return ``[world_size, *tensor.shape]``; see :meth:`geartrain.Module.all_gather`."""
-        run = self._trainer._active
+        run = self._view.active
         return tensor[None] if run is None else run.ranks.gather(run, tensor, sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return True if every rank decides so; with ``all=False``, if any rank does."""
-        run, mine = self._trainer._active, torch.tensor([decision], dtype=torch.float64)
+        run, mine = self._view.active, torch.tensor([decision], dtype=torch.float64)
         decisions = mine if run is None else run.hooks.log_sync(run=run, values=mine)
         return bool(decisions.all() if all else decisions.any())
 
 
-def _of(read: Callable[[TrainerProperties], Any], doc: str) -> Any:
+def _of(read: Callable[[TrainerView], Any], doc: str) -> Any:
     """Return a property."""
     return property(read, doc=doc)
 
 
 def _option(name: str) -> Any:
-    return _of(lambda self: getattr(self.plan.options, name, None), f"The argument ``{name}``.")
+    return _of(
+        lambda self: getattr(self.trainer.plan.options, name, None), f"The argument ``{name}``."
+    )
 
 
 def _during(stage: str) -> Any:
@@ -123,25 +120,26 @@ def _batches(stage: str) -> Any:
 
 
 def _of_run(name: str, otherwise: Any, doc: str) -> Any:
-    return _of(lambda self: getattr(self._run, name, otherwise), doc)
+    return _of(lambda self: getattr(self.run, name, otherwise), doc)
 
 
-class TrainerProperties(RankProperties):
-    """Lightning's attributes of a Trainer that have no part in the loop."""
+class TrainerView:
+    """Lightning's attributes of a Trainer that core does not need.
 
-    _parts: tuple[LoadedPlugin, ...]
-    output: Any
-    run: Any
+    Args:
+        trainer: the Trainer.
+        run: its running or last run, or ``None``.
+    """
 
-    @property
-    def _active(self) -> Run | None:
-        run = self._run
-        return run if run is not None and run.module._run is run else None
+    def __init__(self, trainer: Trainer, run: Run | None) -> None:
+        self.trainer, self.run = trainer, run
+        #: The running run.
+        self.active = run if run is not None and run.module._run is run else None
 
     @property
     def state(self) -> TrainerState:
         """The command, the stage and the status."""
-        run, active = self._run, self._active
+        run, active = self.run, self.active
         if run is None:
             return TrainerState(None, None, "initializing")
         ended = "finished" if run.failure is None else "interrupted"
@@ -151,20 +149,20 @@ class TrainerProperties(RankProperties):
 
     def _stage(self, name: str) -> tuple[list[Any], list[int | float]]:
         """Return the loaders of a stage, and for each its batches on this rank."""
-        stage = self._run.stages[name] if self._run else None
+        stage = self.run.stages[name] if self.run else None
         counts = stage.batches if stage else []
         infinity = float("inf")
         return stage.loaders if stage else [], [infinity if n is None else n for n in counts]
 
     def _plugins(self, has: str = "") -> list[Any]:
         """Return the callbacks and other plugins whose class has an attribute, in their order."""
-        parts = (part.plugin for part in self._parts if part.info.kind == "plugin")
+        parts = (part.plugin for part in self.trainer.setup.parts if part.info.kind == "plugin")
         found = [getattr(plugin, "callback", plugin) for plugin in parts]
         return [one for one in found if not has or has in dir(one)]
 
     def print(self, *values: Any, **options: Any) -> None:
         """Call ``print`` on rank 0 only."""
-        if self.is_global_zero:
+        if self.trainer.is_global_zero:
             print(*values, **options)
 
     # --- plugins ----------------------------------------------------------------------------------
@@ -195,7 +193,7 @@ class TrainerProperties(RankProperties):
     _accelerator_connector = strategy
 
     def _part(self, kind: str) -> Any:
-        return next(part.plugin for part in self._parts if part.info.kind == kind)
+        return next(part.plugin for part in self.trainer.setup.parts if part.info.kind == kind)
 
     # --- the run ----------------------------------------------------------------------------------
 
@@ -216,10 +214,10 @@ class TrainerProperties(RankProperties):
         lambda self: self.state.status == "interrupted", "True after an error, Ctrl-C or a signal."
     )
     received_sigterm = _of(
-        lambda self: getattr(self._run, "failure", None) == "SIGTERM", "True if SIGTERM ended it."
+        lambda self: getattr(self.run, "failure", None) == "SIGTERM", "True if SIGTERM ended it."
     )
     progress_bar_metrics = _of(
-        lambda self: dict(self.run.logs.prog_bar) if hasattr(self._run, "logs") else {},
+        lambda self: dict(self.run.logs.prog_bar) if self.run and hasattr(self.run, "logs") else {},
         "The newest value of every metric with ``prog_bar=True``.",
     )
 
@@ -236,17 +234,17 @@ class TrainerProperties(RankProperties):
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
         """Batches of each loader in the sanity check."""
-        limit = self.plan.options.num_sanity_val_steps
+        limit = self.trainer.plan.options.num_sanity_val_steps
         batches: list[int | float] = self.num_val_batches
         return batches if limit == -1 else [min(limit, n) for n in batches]
 
     @property
     def is_last_batch(self) -> bool:
         """True in the last optimizer step of an epoch: with accumulation, in all its batches."""
-        if self._run is None or not (batches := self._stage("train")[1]):
+        if self.run is None or not (batches := self._stage("train")[1]):
             return False
-        size: int = self.plan.options.accumulate_grad_batches
-        return self._run.batch_idx + size >= batches[0]
+        size: int = self.trainer.plan.options.accumulate_grad_batches
+        return self.run.batch_idx + size >= batches[0]
 
     # --- arguments and devices --------------------------------------------------------------------
 
@@ -267,19 +265,20 @@ class TrainerProperties(RankProperties):
     gradient_clip_val = _option("gradient_clip_val")
     gradient_clip_algorithm = _option("gradient_clip_algorithm")
     fast_dev_run = _option("fast_dev_run")
-    precision = _of(lambda self: self.plan.precision.name, '``"32-true"``: the long form.')
-    num_nodes = _of(lambda self: self.plan.num_nodes, "The number of machines.")
-    device_ids = _of(lambda self: list(self.plan.devices), "The indices of a node's devices.")
-    num_devices = _of(lambda self: len(self.plan.devices), "The number of devices of a node.")
+    precision = _of(lambda self: self.trainer.plan.precision.name, '``"32-true"``: the long form.')
+    num_nodes = _of(lambda self: self.trainer.plan.num_nodes, "The number of machines.")
+    device_ids = _of(lambda self: list(self.trainer.plan.devices), "The indices of its devices.")
+    num_devices = _of(lambda self: len(self.trainer.plan.devices), "The devices of a node.")
     default_root_dir = _of(
-        lambda self: str(self.output or os.getcwd()), "The run's folder, or the working directory."
+        lambda self: str(self.trainer.output or os.getcwd()),
+        "The run's folder, or the working directory.",
     )
     log_dir = default_root_dir
 
     @property
     def node_rank(self) -> int:
         """The number of this node, from 0."""
-        place = self._run.world if self._run else self.cluster
+        place = self.run.world if self.run else self.trainer.cluster
         return place.node_rank if place else 0
 
 
