@@ -97,7 +97,7 @@ def test_a_run_that_fails_was_interrupted(error, failure, sigterm):
         one.fit(Net(), loader())
     assert states == [(True, sigterm, "interrupted")]
     assert (one.interrupted, one.received_sigterm) == (True, sigterm)
-    assert one.run.failure == failure
+    assert one.run.loop.failure == failure
     one.callbacks.clear()  # a copy
     assert len(one.callbacks) == 1
 

@@ -250,7 +250,7 @@ class Ends:
                 "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
                 "schedulers": [one.scheduler.state_dict() for one in run.schedulers],
                 "metrics": dict(run.metrics) if rank == 0 else {},
-                "counters": [run.step, run.epoch, run.batches_seen],
+                "counters": [run.step, run.epoch, run.loop.batches_seen],
                 "random": torch.get_rng_state(),
             },
             Path(self.folder, f"rank-{rank}.pt"),

@@ -871,7 +871,7 @@ class Again:
 
     @hookimpl(wrapper=True)
     def setup_process_group(self, run):
-        run.memory_checkpoint = copy.deepcopy(self.commit)
+        run.loop.memory_checkpoint = copy.deepcopy(self.commit)
         return (yield)
 
     @hookimpl
@@ -892,7 +892,7 @@ def test_a_run_resumes_in_the_same_process_from_a_checkpoint_in_memory(tmp_path,
     assert_same_end(whole, broken)
     assert (broken.global_step, broken.current_epoch) == (14, 2)
     assert theirs[-1] == lines[-1]
-    assert broken.run.resumed is None
+    assert broken.run.loop.resumed is None
     summary = json.loads((tmp_path / "broken" / "run" / "summary.json").read_text())
     assert summary["status"] == "done"
 

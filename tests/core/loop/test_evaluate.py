@@ -157,7 +157,7 @@ def test_the_first_rank_whose_time_is_up_lets_all_validate():
         @hookimpl
         def on_step_end(self, run):
             if run.world.rank == 1 and run.step == 2:
-                run.validated_at -= 3600
+                run.loop.validated_at -= 3600
 
     times = Times()
     one, _ = on_threads(

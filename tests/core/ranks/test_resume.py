@@ -92,7 +92,7 @@ def go(folder, epochs, path=None, plugins=(), **options):
                 optimizer=run.optimizers[0].state_dict(),
                 scheduler=run.schedulers[0].scheduler.state_dict(),
                 metrics=run.metrics,
-                counters=[run.step, run.epoch, run.batch_idx, run.batches_seen],
+                counters=[run.step, run.epoch, run.batch_idx, run.loop.batches_seen],
                 random=random[run.world.rank],
                 seen=plugins[Keeps].seen,
                 files=plugins[ModelCheckpoint].state_dict(),

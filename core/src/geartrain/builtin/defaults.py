@@ -40,7 +40,7 @@ class Defaults:
             if run.cluster.launcher == "torchrun":  # it shows the error that the process records
                 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-                run.report_failure = get_error_handler().record_exception
+                run.loop.report_failure = get_error_handler().record_exception
         # Not SIGINT: Ctrl-C raises KeyboardInterrupt already.
         with raise_on_signals([signal.SIGTERM, signal.SIGHUP]):
             return worker(0)
@@ -86,7 +86,7 @@ class Defaults:
 
     @hookimpl
     def forward(self, run: Run, method: str, args: tuple[Any, ...]) -> Any:
-        return run.step_functions[method](*args)
+        return run.loop.step_functions[method](*args)
 
     @hookimpl
     def backward(self, run: Run, loss: torch.Tensor) -> None:

@@ -179,7 +179,7 @@ class ScaledPrecision(MixedPrecision):
     @hookimpl(wrapper=True)
     def wrap_optimizer(self, run: Run) -> Generator[None, Optimizer, Optimizer]:
         optimizer = yield
-        if run.needs_closure:
+        if run.loop.needs_closure:
             what = f"{self._label} cannot skip steps of an optimizer that needs a closure"
             raise UsageError(f"{what}. Fix: --precision bf16-mixed or 32")
         mine = {id(parameter) for parameter in parameters_of([optimizer])}

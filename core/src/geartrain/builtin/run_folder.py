@@ -125,7 +125,11 @@ class RunFolder:
 
     @hookimpl
     def on_run_end(self, run: Run) -> None:
-        source = run.resumed.path if self._metrics is not None and run.resumed is not None else None
+        source = (
+            run.loop.resumed.path
+            if self._metrics is not None and run.loop.resumed is not None
+            else None
+        )
         if source is not None and source != self.path / LAST and source.is_file():
             # Nothing was trained: a kill came between a plugin's last checkpoint and this one.
             with replacing(self.path / LAST) as file:
@@ -160,7 +164,7 @@ class RunFolder:
         if not (self.path / "plan.json").exists():
             _write_json(self.path / "plan.json", run.plan.as_dict())
         self._metrics = None
-        self._last |= run.reported
+        self._last |= run.loop.reported
         seconds = round(time.monotonic() - self._started, 3)
         done = {"seconds": seconds, "steps": run.step, "epochs": run.epoch}
         metrics = _writable(self._last)

@@ -106,13 +106,13 @@ class Start:
 def load(run: Run, start: Start) -> None:
     """Load a checkpoint's weights and, if the run resumes, all the rest of it.
 
-    ``run.memory_checkpoint`` is used before any file.
+    ``run.loop.memory_checkpoint`` is used before any file.
 
     Raises:
         TrainingError: it is damaged, is no checkpoint, or does not fit.
         UsageError: the run resumes a finished one, which ``start`` does not allow.
     """
-    state: Any = run.memory_checkpoint
+    state: Any = run.loop.memory_checkpoint
     if state is not None:
         start = Start(Path("the last commit"), resumes=True, may_be_done=True)
     path = start.path

@@ -68,8 +68,8 @@ def training_state(run: Run, epochs: int) -> dict[str, Any]:
     mine = {
         "parts": own,
         "random": random_now(run),
-        "began": run.epoch_start if within else None,
-        "made": run.loaders_start,
+        "began": run.loop.epoch_start if within else None,
+        "made": run.loop.loaders_start,
         "logs": run.logs.state_dict(within),
         "metric_objects": map_tensors(objects, _to_cpu),
     }
@@ -79,7 +79,7 @@ def training_state(run: Run, epochs: int) -> dict[str, Any]:
         "epoch": epochs,
         "batch_idx": run.batch_idx if within else 0,
         "validated": within and run.stage == "validate",
-        "batches_seen": run.batches_seen,
+        "batches_seen": run.loop.batches_seen,
         "optimizers": [
             {**_named(o), "parameters": parameter_names(run, o)} for o in run.optimizers
         ],
@@ -194,7 +194,7 @@ class Resumed:
         run.logs.resume_epoch(self.rank["logs"])
         for name, library in libraries().items():
             library.set_states(run.module, self.rank.get("metric_objects", {}).get(name, {}))
-        if "train" in run.unwrapped.epoch_ends and run.world.rank == 0:
+        if "train" in run.loop.unwrapped.epoch_ends and run.world.rank == 0:
             what = (
                 f"training_epoch_end gets the outputs from batch {run.batch_idx} of this epoch on"
             )
@@ -206,11 +206,11 @@ def restore_random_state(run: Run) -> None:
 
     In the first epoch of a run that resumes, first restore the state that was recorded then.
     """
-    if run.resumed is not None:
-        began = run.resumed.rank.get("began" if run.resumed.batch_idx else "random")
+    if run.loop.resumed is not None:
+        began = run.loop.resumed.rank.get("began" if run.loop.resumed.batch_idx else "random")
         if began is not None:
             set_random(run, began)
-    run.epoch_start = random_now(run)
+    run.loop.epoch_start = random_now(run)
 
 
 def refuse(run: Run, state: dict[str, Any], path: Path, may_be_done: bool) -> None:
@@ -286,12 +286,13 @@ def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
     for name, stage in run.stages.items():
         for loader, seed in zip(stage.loaders, fit["seeds"].get(name, ()), strict=False):
             set_order_seeds(loader, seed)
-    run.step, run.epoch, run.batches_seen = fit["step"], fit["epoch"], fit["batches_seen"]
+    run.step, run.epoch = fit["step"], fit["epoch"]
+    run.loop.batches_seen = fit["batches_seen"]
     mine = _of_this_rank(run, fit)
     run.logs.load_state_dict(mine["logs"])
     batch_idx = _batches_in_this_world(run, fit)
-    file = path if run.memory_checkpoint is None else None
-    run.resumed = Resumed(file, batch_idx, fit["validated"], mine)
+    file = path if run.loop.memory_checkpoint is None else None
+    run.loop.resumed = Resumed(file, batch_idx, fit["validated"], mine)
     _load_parts(run, fit, mine["parts"], path)
     if others:
         fix = "start from its weights with checkpoint= (on the command line --checkpoint)"
@@ -314,7 +315,7 @@ def _warn_of_replay(run: Run, batch_idx: int) -> None:
 def _warn_of_replay_by(loader: Any, run: Run, batch_idx: int) -> None:
     one_shot = isinstance(loader, Iterator)
     stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
-    reads = batch_idx or (one_shot and run.batches_seen)
+    reads = batch_idx or (one_shot and run.loop.batches_seen)
     if run.world.rank == 0 and (one_shot or stream) and reads:
         what = "cannot be told where to resume"
         if one_shot:
@@ -331,7 +332,11 @@ def _other_settings(run: Run, fit: dict[str, Any]) -> list[str]:
 
     In a world of another size rates may depend on the number of ranks, so nothing is compared.
     """
-    if run.world.rank or run.memory_checkpoint is not None or len(fit["ranks"]) != run.world.size:
+    if (
+        run.world.rank
+        or run.loop.memory_checkpoint is not None
+        or len(fit["ranks"]) != run.world.size
+    ):
         return []
     pairs: list[tuple[str, Any, Any]] = []
     moves = _SCHEDULED if run.schedulers else frozenset()

@@ -27,7 +27,7 @@ def evaluate(run: Run, stage: str) -> Any:
         For ``"predict"`` each batch's output on the CPU, of all ranks (a list of such lists if
         there are several loaders; ``None`` if they are not kept); otherwise the metrics by name.
     """
-    hooks, epoch_end = run.hooks, run.unwrapped.epoch_ends.get(stage)
+    hooks, epoch_end = run.hooks, run.loop.unwrapped.epoch_ends.get(stage)
     before, run.stage = (run.stage, run.dataloader_idx), stage
     without_gradients = torch.inference_mode if run.plan.options.inference_mode else torch.no_grad
     try:
@@ -66,7 +66,7 @@ def _one_loader(run: Run, index: int) -> list[Any]:
     if run.stage == "sanity_check" and sanity != -1:
         limit = sanity if limit is None else min(limit, sanity)
     returns = run.stage == "predict" and run.trainer.return_predictions is not False
-    keeps = returns or run.stage in run.unwrapped.epoch_ends
+    keeps = returns or run.stage in run.loop.unwrapped.epoch_ends
     method, more = _METHODS[run.stage], (index,) if len(stage.loaders) > 1 else ()
     outputs: list[Any] = []
     batch_idx, name = -1, "validate" if run.stage == "sanity_check" else run.stage

@@ -100,7 +100,7 @@ def _of_stage(event: str, methods: Mapping[str, Callable[..., Any]]) -> Callable
 
 def events_of(run: Run) -> Events:
     """Return the events that the methods of the run's module implement."""
-    module, forwarder = run.module, run.unwrapped
+    module, forwarder = run.module, run.loop.unwrapped
     methods = {name: getattr(module, name) for name in METHODS if overridden(module, name)}
     if "train" in forwarder.epoch_ends:
         then = methods.get("on_train_batch_end")

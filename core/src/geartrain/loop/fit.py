@@ -16,7 +16,7 @@ from geartrain.data.loaders import close_batches
 from geartrain.data.sharding import set_epoch
 from geartrain.errors import TrainingError, UsageError
 from geartrain.loop.evaluate import evaluate
-from geartrain.loop.losses import LossWindow, loss_in
+from geartrain.loop.losses import divide_by_weights, loss_in, weigh
 from geartrain.loop.optimizers import (
     mean_over_ranks,
     parameters_of,
@@ -36,47 +36,61 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> None:
 
     def compute_gradients() -> torch.Tensor | None:
         """Compute gradients; return the mean loss, or ``None`` if every batch was skipped."""
-        mean_loss, window = None, None if run.weighted is False else LossWindow(run, size)
+        mean_loss, run.loop.weight = None, 0.0
         for optimizer in run.optimizers:
             hooks.on_before_zero_grad(run=run, optimizer=optimizer)
             zero_grad(optimizer)
         for i, batch in enumerate(micro_batches):
-            run.batch, batch_idx, last = batch, run.batch_idx + i, i == size - 1
-            if -1 in hooks.on_train_batch_start(run=run, batch=batch, batch_idx=batch_idx):
-                raise end_of_epoch(run)
-            with hooks.micro_step(run=run, first=i == 0, last=last):
-                output = hooks.forward(run=run, method="training_step", args=(batch, batch_idx))
-                loss = output if isinstance(output, torch.Tensor) else loss_in(run, output)
-                if window is not None:
-                    loss = window.scale(output, loss, last)
-                elif loss is not None and size > 1:
-                    loss = loss / size  # the last window may be shorter
-                if loss is not None:
-                    hooks.on_before_backward(run=run, loss=loss)
-                    backward(run, loss)
-                    hooks.on_after_backward(run=run)
-                    before = 0 if mean_loss is None else mean_loss
-                    mean_loss = loss if size == 1 else loss.detach() + before
-            run.step_output = output  # after forward: freeing the last graph costs it 1 µs
-            if not last:  # that of the last batch comes after the step
-                hooks.on_train_batch_end(run=run, outputs=output, batch=batch, batch_idx=batch_idx)
-        mean_loss = mean_loss if window is None else window.loss
+            if (loss := train_batch(run, batch, i, size)) is not None:
+                mean_loss = loss if mean_loss is None else mean_loss + loss
         if mean_loss is not None:
             hooks.reduce_gradients(run=run)
+            if run.loop.weighted:
+                mean_loss = divide_by_weights(run, mean_loss, size)
             hooks.clip_gradients(run=run)
         return mean_loss
 
-    stepped = False
-    if run.needs_closure:
-        stepped = _closure_step(run, compute_gradients)
-    elif compute_gradients() is not None:
-        for optimizer in run.optimizers:
-            hooks.on_before_optimizer_step(run=run, optimizer=optimizer)
-            stepped |= hooks.optimizer_step(run=run, optimizer=optimizer, closure=None) is not False
+    stepped = step_optimizers(run, compute_gradients)
     if stepped and run.schedulers:
         step_schedules(run, "step", run.step + 1)
-    batch, batch_idx = run.batch, run.batch_idx + size - 1
-    hooks.on_train_batch_end(run=run, outputs=run.step_output, batch=batch, batch_idx=batch_idx)
+    output, batch_idx = run.loop.step_output, run.batch_idx + size - 1
+    hooks.on_train_batch_end(run=run, outputs=output, batch=run.batch, batch_idx=batch_idx)
+
+
+def train_batch(run: Run, batch: Any, i: int, size: int) -> torch.Tensor | None:
+    """Add the gradients of batch ``i`` of a step of ``size``; return its part of the mean loss."""
+    hooks, loop, last, batch_idx = run.hooks, run.loop, i == size - 1, run.batch_idx + i
+    run.batch = batch
+    if -1 in hooks.on_train_batch_start(run=run, batch=batch, batch_idx=batch_idx):
+        raise end_of_epoch(run)
+    with hooks.micro_step(run=run, first=i == 0, last=last):
+        output = hooks.forward(run=run, method="training_step", args=(batch, batch_idx))
+        loss = output if isinstance(output, torch.Tensor) else loss_in(run, output)
+        if loop.weighted is not False:  # None before the first loss
+            loss = weigh(run, output, loss)
+        if loss is not None:
+            if size > 1:  # the last step of an epoch may be shorter
+                loss = loss / size
+            hooks.on_before_backward(run=run, loss=loss)
+            backward(run, loss)
+            hooks.on_after_backward(run=run)
+    loop.step_output = output  # after forward: freeing the last graph costs it 1 µs
+    if not last:  # that of the last batch comes after the step
+        hooks.on_train_batch_end(run=run, outputs=output, batch=batch, batch_idx=batch_idx)
+    return loss if loss is None or size == 1 else loss.detach()
+
+
+def step_optimizers(run: Run, gradients: Callable[[], torch.Tensor | None]) -> bool:
+    """Compute the gradients and step every optimizer; True if one stepped."""
+    if run.loop.needs_closure:
+        return _closure_step(run, gradients)
+    if gradients() is None:
+        return False
+    stepped = False
+    for optimizer in run.optimizers:
+        run.hooks.on_before_optimizer_step(run=run, optimizer=optimizer)
+        stepped |= run.hooks.optimizer_step(run=run, optimizer=optimizer, closure=None) is not False
+    return stepped
 
 
 class _NothingToStepOn(Exception):
@@ -140,7 +154,7 @@ def fit(run: Run) -> None:
     """Train until ``max_epochs``, ``max_steps`` or, after the minima, ``should_stop``."""
     hooks, options = run.hooks, run.plan.options
     hooks.on_fit_start(run=run)
-    if run.resumed is None and run.stages["validate"].loaders and options.num_sanity_val_steps:
+    if run.loop.resumed is None and run.stages["validate"].loaders and options.num_sanity_val_steps:
         before, run.stage = random_now(run), "sanity_check"
         hooks.on_sanity_check_start(run=run)
         evaluate(run, "sanity_check")
@@ -148,12 +162,14 @@ def fit(run: Run) -> None:
         run.stage = "train"
         end_all_workers(run)  # those that persist would keep the seed that they drew
         set_random(run, before)
-    if run.resumed is not None and _is_done(run):  # nothing is trained; the state is of the end
+    if run.loop.resumed is not None and _is_done(
+        run
+    ):  # nothing is trained; the state is of the end
         set_epoch(run.stages["train"].loaders[0], run.epoch - 1)
         restore_random_state(run)
     else:
         hooks.on_train_start(run=run)
-        run.validated_at = time.monotonic()
+        run.loop.validated_at = time.monotonic()
         first, began, untrained = run.epoch, run.step, _versions(run)
         while not _is_done(run):
             train_epoch(run)
@@ -167,7 +183,7 @@ def fit(run: Run) -> None:
 def _is_done(run: Run) -> bool:
     """True if no epoch is left to begin or, after a resume within one, to end."""
     options = run.plan.options
-    if run.resumed is not None and run.resumed.batch_idx:
+    if run.loop.resumed is not None and run.loop.resumed.batch_idx:
         return False
     at_end = run.epoch == options.max_epochs or run.step == options.max_steps
     return at_end or (run.logs.stop and _may_stop(run))
@@ -175,8 +191,8 @@ def _is_done(run: Run) -> bool:
 
 def train_epoch(run: Run) -> None:
     """Train for one epoch, with its validation and its metrics."""
-    hooks, epoch_end = run.hooks, run.unwrapped.epoch_ends.get("train")
-    run.batch_idx, run.unwrapped.outputs, run.logs.open = 0, [], True
+    hooks, epoch_end = run.hooks, run.loop.unwrapped.epoch_ends.get("train")
+    run.batch_idx, run.loop.unwrapped.outputs, run.logs.open = 0, [], True
     begin_epoch(run)
     set_epoch(run.stages["train"].loaders[0], run.epoch)
     hooks.on_epoch_start(run=run)
@@ -184,17 +200,17 @@ def train_epoch(run: Run) -> None:
     _step_epoch_schedules(run)
     if _validates_after_epoch(run):
         _validate(run)
-    run.resumed = None
+    run.loop.resumed = None
     if epoch_end is not None or hooks.implementers("on_train_epoch_end"):
         run.logs.refresh_epoch()
     if epoch_end is not None:
-        epoch_end(run.unwrapped.outputs)
+        epoch_end(run.loop.unwrapped.outputs)
     hooks.on_train_epoch_end(run=run)
     run.logs.end_epoch()
     step_plateaus(run, "epoch")
     with torch.no_grad():
         run.ranks.broadcast_buffers(run)
-    run.batches_seen += run.batch_idx
+    run.loop.batches_seen += run.batch_idx
     hooks.on_epoch_end(run=run)
 
 
@@ -206,8 +222,10 @@ def _train_batches(run: Run) -> None:
     device_batches = hooks.device_batches(run=run, loader=loader, stage="train")
     batches = run.ranks.batches(run, device_batches, limit)
     try:
-        if run.resumed is not None and run.resumed.batch_idx:  # the run resumes within this epoch
-            run.resumed.skip(run, batches)
+        if (
+            run.loop.resumed is not None and run.loop.resumed.batch_idx
+        ):  # the run resumes within this epoch
+            run.loop.resumed.skip(run, batches)
             ended = _finish_step(run, (run.batch_idx - 1) % size + 1, every)
         step, on_step_end = hooks.step, hooks.on_step_end
         for window in () if ended else _windows(batches, size):
@@ -219,11 +237,11 @@ def _train_batches(run: Run) -> None:
     except EpochIsOver:
         ended = True
     finally:
-        run.step_output = run.batch = None
+        run.loop.step_output = run.batch = None
         close_batches(device_batches, loader)
     if run.batch_idx == 0 and not ended:
         what, fix = "gave no batch", "look at its dataset, batch_size and drop_last"
-        if isinstance(loader, Iterator) and run.batches_seen:
+        if isinstance(loader, Iterator) and run.loop.batches_seen:
             what = "is an iterator, which earlier epochs have read to its end"
             fix = "use a DataLoader or a list"
         raise TrainingError(f"the training loader {what}. Fix: {fix}")
@@ -246,7 +264,7 @@ def _finish_step(run: Run, taken: int, every: int | None) -> bool:
     """
     options = run.plan.options
     flushes = run.step % options.log_every_n_steps == 0
-    done = run.batch_idx + (run.batches_seen if options.check_val_every_n_epoch is None else 0)
+    done = run.batch_idx + (run.loop.batches_seen if options.check_val_every_n_epoch is None else 0)
     validates = every is not None and done // every > (done - taken) // every
     validates = validates or (flushes and _validation_time_is_up(run))
     if validates:
@@ -281,10 +299,10 @@ def _step_epoch_schedules(run: Run) -> None:
 
 def _validate(run: Run) -> None:
     """Validate, unless the run resumes from a checkpoint of the end of this validation."""
-    resumed = run.resumed
+    resumed = run.loop.resumed
     if resumed is None or not resumed.validated or resumed.batch_idx != run.batch_idx:
         evaluate(run, "validate")
-    run.validated_at = time.monotonic()
+    run.loop.validated_at = time.monotonic()
 
 
 def _versions(run: Run) -> list[int]:
@@ -325,12 +343,12 @@ def _validation_time_is_up(run: Run) -> bool:
 
     Every rank calls it in the same place. A run that resumes after such a validation knows it.
     """
-    interval, resumed = run.plan.options.val_check_interval, run.resumed
+    interval, resumed = run.plan.options.val_check_interval, run.loop.resumed
     if not isinstance(interval, timedelta) or not _epoch_is_due(run):
         return False
     if resumed is not None and resumed.validated and resumed.batch_idx == run.batch_idx:
         return True
-    up = time.monotonic() - run.validated_at >= interval.total_seconds()
+    up = time.monotonic() - run.loop.validated_at >= interval.total_seconds()
     return bool(run.hooks.log_sync(run=run, values=torch.tensor([up], dtype=torch.float64)).any())
 
 

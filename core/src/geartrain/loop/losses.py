@@ -4,6 +4,9 @@
 all micro-batches and ranks: the sum of all losses, divided by the sum of all weights. A mean of
 means differs from it if counts are unequal:
 https://github.com/huggingface/transformers/issues/34191
+
+Gradients are linear: ``reduce_gradients`` gives the mean over ranks of gradients in an agreed unit,
+and one factor then divides them by the weights of all ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ def loss_in(run: Run, output: Any) -> torch.Tensor | None:
     if isinstance(output, torch.Tensor):
         return output
     if isinstance(output, Mapping) and isinstance(output.get("loss"), torch.Tensor):
-        if run.weighted is False and "weight" in output:
+        if run.loop.weighted is False and "weight" in output:
             raise _mixed(run)
         return output["loss"]  # type: ignore[no-any-return]
     if output is not None:
@@ -49,83 +52,70 @@ def loss_in(run: Run, output: Any) -> torch.Tensor | None:
     return None
 
 
-class LossWindow:
-    """The losses of one optimizer step, if they have weights or are the first of a fit.
-
-    The total weight is known after the window's last forward. DDP reduces gradients during the last
-    backward. Between the two, ``scale`` divides the gradients so far and the last loss by the total
-    weight. Until then the first batch's weight is the unit, so that float16 does not overflow.
+def weigh(run: Run, output: Any, loss: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a loss in the unit of weights, and add its weight to those of the step.
 
     Args:
-        run: the run. ``run.weighted`` is ``None`` until the first loss of the fit is known.
-        size: the number of batches in the window.
+        output: of ``training_step``.
+        loss: 0-d, of ``loss_in``; ``None`` if the batch is skipped.
+
+    Raises:
+        TrainingError: a weight is not a finite number of 0 or more, only some losses of the fit
+            have weights, or the strategy does not support them.
     """
-
-    def __init__(self, run: Run, size: int) -> None:
-        self._run, self._size, self._is_first = run, size, run.weighted is None
-        #: This rank's share of the mean loss, detached; ``None`` if every batch was skipped.
-        self.loss: torch.Tensor | None = None
-        self._weight: float | torch.Tensor = 0.0
-        #: The factor of the gradients so far; ``None`` before the first loss with a weight.
-        self._factor: float | torch.Tensor | None = None
-
-    def scale(self, output: Any, loss: torch.Tensor | None, last: bool) -> torch.Tensor | None:
-        """Return the loss for backward.
-
-        Args:
-            output: of ``training_step``.
-            loss: 0-d, of ``loss_in``; ``None`` if the batch is skipped.
-            last: True for the last batch of the window.
-
-        Raises:
-            TrainingError: a weight is not a finite number of 0 or more, only some losses of the fit
-                have weights, or the strategy does not support them.
-        """
-        run = self._run
-        if loss is not None:
-            weighted = isinstance(output, Mapping) and "weight" in output
-            if run.weighted is None:
-                if weighted and not supported(run):
-                    raise TrainingError(
-                        f"{run.plan.strategy.label} does not support 'weight' in the result of "
-                        "training_step: it does not average the gradients of all ranks in each "
-                        "step. Fix: return the mean loss without 'weight', or use --strategy ddp"
-                    )
-                run.weighted = weighted
-            elif run.weighted != weighted:
-                raise _mixed(run)
-            if weighted:
-                weight = _number(run, output["weight"])
-                self._weight = self._weight + weight
-                if self._factor is None:
-                    self._factor = _divide(1 / self._size, weight, 1 / self._size)
-        if last:
-            self._normalise()
-        if loss is not None:
-            loss = loss / self._size if self._factor is None else loss * self._factor
-            here = loss.detach()
-            self.loss = here if self.loss is None else self.loss + here
-        if last and run.weighted:
-            run.weighted_loss = self.loss
+    loop = run.loop
+    if loss is None:
+        return None
+    weighted = isinstance(output, Mapping) and "weight" in output
+    weight = _number(run, output["weight"]) if weighted else None
+    if loop.weighted is None:
+        loop.weighted, loop.weight_unit = weighted, _unit(run, weight)
+    elif loop.weighted != weighted:
+        raise _mixed(run)
+    if weight is None:
         return loss
+    loop.weight = loop.weight + weight
+    return loss / loop.weight_unit
 
-    def _normalise(self) -> None:
-        """Agree with the other ranks on the total weight, and scale the gradients so far by it."""
-        run = self._run
-        if self._factor is None:
-            if self._is_first and run.weighted is False and supported(run):
-                run.ranks.total_weight(run, None)
-            return
-        total = run.ranks.total_weight(run, self._weight)
-        # The strategy takes the mean over ranks, so this rank's share is multiplied by their number
-        before, self._factor = self._factor, _divide(float(run.world.size), total, 0.0)
-        if self.loss is None:
-            return
-        ratio = self._factor / before
-        self.loss = self.loss * ratio
-        grads = [p.grad for p in parameters_of(run.optimizers) if p.grad is not None]
-        if grads:
-            torch._foreach_mul_(grads, ratio)
+
+def _unit(run: Run, weight: float | torch.Tensor | None) -> float:
+    """Agree with the other ranks whether losses have weights, and return the unit of weights.
+
+    It is near the mean weight of the first batches, so that float16 does not overflow. It is a
+    power of two: a run that resumes with another unit has the same bits.
+    """
+    if not supported(run):
+        if weight is None:
+            return 1.0
+        raise TrainingError(
+            f"{run.plan.strategy.label} does not support 'weight' in the result of "
+            "training_step: it does not average the gradients of all ranks in each "
+            "step. Fix: return the mean loss without 'weight', or use --strategy ddp"
+        )
+    mean = float(run.ranks.total_weight(run, weight) or 0.0) / run.world.size
+    return 2.0 ** math.floor(math.log2(mean)) if mean > 0 else 1.0
+
+
+def divide_by_weights(run: Run, loss: torch.Tensor, size: int) -> torch.Tensor:
+    """Divide the gradients and the loss of a step by the weights of all ranks.
+
+    Args:
+        loss: the mean of the losses that ``weigh`` returned.
+        size: the number of batches in the step.
+
+    Returns:
+        This rank's share of the loss: its mean over ranks is the loss of all that ranks counted.
+    """
+    total = run.ranks.total_weight(run, run.loop.weight)
+    unit = run.loop.weight_unit * run.world.size * size  # the strategy takes the mean over ranks
+    factor: Any = unit / total if isinstance(total, torch.Tensor) or total else 0.0
+    if isinstance(factor, torch.Tensor):  # the CPU does not wait for it
+        factor = factor.where(total > 0, 0.0)
+    grads = [p.grad for p in parameters_of(run.optimizers) if p.grad is not None]
+    if grads:
+        torch._foreach_mul_(grads, factor)
+    run.loop.weighted_loss = loss.detach() * factor
+    return run.loop.weighted_loss
 
 
 def supported(run: Run) -> bool:
@@ -164,14 +154,8 @@ _BAD = "training_step returned a weight that is negative, infinite or NaN"
 _FIX = "Fix: return the number of samples or tokens that the loss sums"
 
 
-def _divide(a: float, b: float | torch.Tensor, if_zero: float) -> float | torch.Tensor:
-    if isinstance(b, torch.Tensor):
-        return torch.where(b > 0, a / b, if_zero)
-    return a / b if b else if_zero
-
-
 def _mixed(run: Run) -> TrainingError:
-    has, had = ("no", "a") if run.weighted else ("a", "no")
+    has, had = ("no", "a") if run.loop.weighted else ("a", "no")
     return TrainingError(
         f"training_step returned a loss with {has} weight on rank {run.world.rank}, and earlier "
         f"losses had {had} weight. Fix: return 'weight' with every loss, or with none"

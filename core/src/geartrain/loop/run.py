@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -66,6 +67,59 @@ def _report_nothing(*_: object) -> None:
 
 
 @dataclass(slots=True, eq=False)
+class LoopState:
+    """The state that the loop shares with few others; it may change without notice."""
+
+    #: The source of the loaders of each stage.
+    source: DataSource = field(init=False)
+    #: ``StepForwarder(module)`` before ``wrap_model``; evaluation calls it.
+    unwrapped: StepForwarder = field(init=False)
+    #: The function for each step method, which the default ``forward`` calls.
+    step_functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    #: Functions of plugins, called between ``prepare_data`` and ``setup``.
+    before_setup: list[Callable[[], None]] = field(default_factory=list)
+    #: Batches done in earlier epochs.
+    batches_seen: int = 0
+    #: ``time.monotonic()`` after the last validation of this ``fit``, or when training began.
+    validated_at: float = 0.0
+    #: The newest result of ``training_step``; ``None`` between epochs.
+    step_output: Any = None
+    #: True if the losses of this fit have weights; ``None`` before the first.
+    weighted: bool | None = None
+    #: The weight that counts as 1 until all ranks' weights of a step are known; a power of two.
+    weight_unit: float = 1.0
+    #: The weights of this rank's batches in the running step.
+    weight: float | torch.Tensor = 0.0
+    #: The loss of the newest step if losses have weights, 0-d; its mean over ranks is the mean of
+    #: all that the ranks counted.
+    weighted_loss: torch.Tensor | None = None
+    #: True if the optimizer computes the loss itself, as LBFGS does.
+    needs_closure: bool = False
+    #: The object that the module's ``manual_backward`` and the like call. The plugin
+    #: ``manual_optimisation`` sets it in ``on_run_start`` of a ``fit`` in mode ``"manual"``.
+    manual: Any = None
+    #: The newest value of each metric that was reported or read; ``metrics`` also has newer values.
+    reported: dict[str, float] = field(default_factory=dict)
+    #: The random state at the beginning of the running epoch.
+    epoch_start: dict[str, Any] | None = None
+    #: The same when the loaders were made, if ``reload_dataloaders_every_n_epochs`` made them.
+    loaders_start: dict[str, Any] | None = None
+    #: The position where the run resumes, in its first epoch; otherwise ``None``.
+    resumed: Resumed | None = None
+    #: A checkpoint in memory from which ``fit`` resumes, before any file; the same on all ranks. A
+    #: strategy whose ranks may change sets it in ``setup_process_group``.
+    memory_checkpoint: dict[str, Any] | None = None
+    #: The class of the error that ended the run, or the name of the signal; otherwise ``None``.
+    failure: str | None = None
+    #: Called with the error that ends the run, before plugins and modules tear down. ``launch``
+    #: sets it if another process watches this rank.
+    report_failure: Callable[[BaseException], None] = _report_nothing
+    #: Called after plugins and modules have torn down, before this process leaves the group.
+    #: ``launch`` sets it, as above.
+    report_teardown: Callable[[], None] = _report_nothing
+
+
+@dataclass(slots=True, eq=False)
 class Run:
     """One call of ``fit``, ``validate``, ``test`` or ``predict``: the argument of every hook."""
 
@@ -90,22 +144,10 @@ class Run:
     cluster: ClusterEnvironment | None = None
     #: A new store that every rank of this run reaches; ``None`` if this process is alone.
     store: Store | None = None
-    #: Called with the error that ends the run, before plugins and modules tear down. ``launch``
-    #: sets it if another process watches this rank.
-    report_failure: Callable[[BaseException], None] = _report_nothing
-    #: Called after plugins and modules have torn down, before this process leaves the group.
-    #: ``launch`` sets it, as above.
-    report_teardown: Callable[[], None] = _report_nothing
-    #: The source of the loaders of each stage.
-    source: DataSource = field(init=False)
     #: The run's folder, or ``None``.
     output: Path | None = None
     #: The wrapped ``StepForwarder(module)``; only the ``forward`` hook calls it.
     model: nn.Module | None = None
-    #: ``StepForwarder(module)`` before ``wrap_model``; evaluation calls it.
-    unwrapped: StepForwarder = field(init=False)
-    #: The function for each step method, which the default ``forward`` calls.
-    step_functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
     #: The optimizers, wrapped by ``wrap_optimizer``.
     optimizers: list[Optimizer] = field(default_factory=list)
     schedulers: list[Schedule] = field(default_factory=list)
@@ -114,36 +156,16 @@ class Run:
     world: World = field(default_factory=World)
     #: The common work of the ranks, besides the collectives among the hooks.
     ranks: OneRank = field(default_factory=OneRank)
-    #: Functions of plugins, called between ``prepare_data`` and ``setup``.
-    before_setup: list[Callable[[], None]] = field(default_factory=list)
     #: Optimizer steps done; in manual optimisation, batches.
     step: int = 0
     #: Epochs done; while one runs, its number from 0.
     epoch: int = 0
     #: Batches done in this epoch, before accumulation.
     batch_idx: int = 0
-    #: Batches done in earlier epochs.
-    batches_seen: int = 0
-    #: ``time.monotonic()`` after the last validation of this ``fit``, or when training began.
-    validated_at: float = 0.0
     #: The index of the loader that is iterated.
     dataloader_idx: int = 0
     #: The batch of the running step method; ``None`` between batches.
     batch: Any = None
-    #: The newest result of ``training_step``; ``None`` between epochs.
-    step_output: Any = None
-    #: True if the losses of this fit have weights; ``None`` before the first.
-    weighted: bool | None = None
-    #: The loss of the newest step if losses have weights, 0-d; its mean over ranks is the mean of
-    #: all that the ranks counted.
-    weighted_loss: torch.Tensor | None = None
-    #: True if the optimizer computes the loss itself, as LBFGS does.
-    needs_closure: bool = False
-    #: The object that the module's ``manual_backward`` and the like call. The plugin
-    #: ``manual_optimisation`` sets it in ``on_run_start`` of a ``fit`` in mode ``"manual"``.
-    manual: Any = None
-    #: The newest value of each metric that was reported or read; ``metrics`` also has newer values.
-    reported: dict[str, float] = field(default_factory=dict)
     #: The logged values since the last flush, and the values that were reported.
     logs: MetricStore = field(init=False)
     #: By name: ``"train"``, ``"validate"``, ``"test"``, ``"predict"``. A stage has no loaders if
@@ -152,25 +174,17 @@ class Run:
     #: True if this rank has no more batches and repeats one, so that collectives match. Outputs and
     #: logged values are dropped meanwhile.
     repeating: bool = False
-    #: The random state at the beginning of the running epoch.
-    epoch_start: dict[str, Any] | None = None
-    #: The same when the loaders were made, if ``reload_dataloaders_every_n_epochs`` made them.
-    loaders_start: dict[str, Any] | None = None
-    #: The position where the run resumes, in its first epoch; otherwise ``None``.
-    resumed: Resumed | None = None
-    #: A checkpoint in memory from which ``fit`` resumes, before any file; the same on all ranks. A
-    #: strategy whose ranks may change sets it in ``setup_process_group``.
-    memory_checkpoint: dict[str, Any] | None = None
-    #: The class of the error that ended the run, or the name of the signal; otherwise ``None``.
-    failure: str | None = None
     #: May be set on any rank; takes effect on all ranks at the next flush.
     should_stop: bool = False
+    #: What few rooms of core, and few plugins of geartrain's own, share.
+    loop: LoopState = field(default_factory=LoopState)
 
     def __copy__(self) -> Run:
         same: Run = object.__new__(type(self))
         for name in self.__slots__:
             if hasattr(self, name):  # some are set only once the run is set up
                 setattr(same, name, getattr(self, name))
+        same.loop = copy.copy(self.loop)
         return same
 
     def __getstate__(self) -> dict[str, Any]:
@@ -189,16 +203,16 @@ class Run:
 
         The module keeps its weights; ``fit`` resumes from ``memory_checkpoint``.
         """
-        cluster, state = self.cluster, self.__getstate__()
-        reports = self.report_failure, self.report_teardown
+        cluster, loop, state = self.cluster, self.loop, self.__getstate__()
         if self.command == "fit":
             state |= {"step": 0, "epoch": 0}
         self.__setstate__(state)
-        self.cluster, (self.report_failure, self.report_teardown) = cluster, reports
+        self.cluster, self.loop.report_failure = cluster, loop.report_failure
+        self.loop.report_teardown = loop.report_teardown
 
     def note_failure(self, error: BaseException) -> None:
         """Set ``failure``. The error itself would keep the memory of its frames."""
-        self.failure = getattr(error, "signal_name", "") or type(error).__name__
+        self.loop.failure = getattr(error, "signal_name", "") or type(error).__name__
 
     @property
     def current_stage(self) -> Stage:
@@ -215,7 +229,7 @@ class Run:
         """
         if hasattr(self, "logs"):  # before set-up nothing can be logged
             self.logs.read()
-        return self.reported
+        return self.loop.reported
 
     def log(self, name: str, value: Any, **options: Any) -> None:
         """Log a value from a hook; the options are those of :meth:`geartrain.Module.log`."""

@@ -44,7 +44,7 @@ def set_up_loaders(run: Run, stages: Sequence[str] | None = None) -> None:
         TrainingError: a loader is empty, or ranks have different training loaders.
         UsageError: a stage has no loader, or loaders that cannot be used.
     """
-    source = run.source
+    source = run.loop.source
     for stage in stages or _STAGES[run.command]:
         limit = run.plan.options.limit(stage)
         loaders = [] if limit == 0 else source.loaders(stage, run.module)
@@ -107,14 +107,14 @@ def begin_epoch(run: Run) -> None:
     """
     every = run.plan.options.reload_dataloaders_every_n_epochs
     made = run.epoch - run.epoch % every if every else 0
-    if run.resumed is not None and 0 < made < run.epoch:
-        run.loaders_start = run.resumed.rank.get("made")
-        if run.loaders_start is not None:
-            set_random(run, run.loaders_start)
+    if run.loop.resumed is not None and 0 < made < run.epoch:
+        run.loop.loaders_start = run.loop.resumed.rank.get("made")
+        if run.loop.loaders_start is not None:
+            set_random(run, run.loop.loaders_start)
         _make_again(run, made)
     restore_random_state(run)
     if 0 < made == run.epoch:
-        run.loaders_start = run.epoch_start
+        run.loop.loaders_start = run.loop.epoch_start
         _make_again(run, made)
 
 

@@ -52,10 +52,10 @@ def work(run: Run, source: DataSource, start: Start, local_rank: int) -> Any:
         if options.seed is not None:
             seed_everything(options.seed)
         _attach(run, source)
-        file = start.path if run.memory_checkpoint is None else None
+        file = start.path if run.loop.memory_checkpoint is None else None
         # Only the name: nodes may keep their copies in different folders.
         run.ranks.check(run, None if file is None else file.name)
-        run.source = source
+        run.loop.source = source
         set_up_loaders(run)
         _set_up_model(run, start)
         if options.seed is not None and run.world.rank:  # the same weights, but other dropout
@@ -104,14 +104,14 @@ def init_process_group(run: Run) -> None:
 
 def _attach(run: Run, source: DataSource) -> None:
     run.logs = MetricStore(run)
-    run.unwrapped = StepForwarder(run.module)
+    run.loop.unwrapped = StepForwarder(run.module)
     run.module._attach(run)
     owners = [owner for owner in (source.datamodule, run.module) if owner is not None]
     for owner in owners:
         if run.world.local_rank == 0:
             owner.prepare_data()
     run.hooks.barrier(run=run)
-    for set_up in run.before_setup:
+    for set_up in run.loop.before_setup:
         set_up()
     for owner in owners:
         owner.setup(run.command)
@@ -124,10 +124,10 @@ def _set_up_model(run: Run, start: Start) -> None:
     if run.command == "fit" and asleep:
         what = f"{asleep} submodules are in eval mode and stay so in training"
         warnings.warn(f"{what}. Fix if unmeant: model.train() before fit", stacklevel=2)
-    run.model = run.hooks.wrap_model(run=run, model=run.unwrapped)
+    run.model = run.hooks.wrap_model(run=run, model=run.loop.unwrapped)
     wrappers = run.hooks.implementers("wrap_model")
-    run.unwrapped.wrapped = any(not plugin.is_core for plugin in wrappers)
-    run.step_functions = run.unwrapped.calls(run.model)
+    run.loop.unwrapped.wrapped = any(not plugin.is_core for plugin in wrappers)
+    run.loop.step_functions = run.loop.unwrapped.calls(run.model)
     if run.command == "fit":
         optimizers, run.schedulers = read_optimizers(run.module.configure_optimizers())
         _warn_of_parameters_without_optimizer(run, optimizers)
@@ -135,7 +135,7 @@ def _set_up_model(run: Run, start: Start) -> None:
         if automatic != (run.mode == "automatic"):
             what = f"{type(run.module).__name__}.automatic_optimization became {automatic}"
             raise UsageError(f"{what} after fit had begun. Fix: set it in __init__")
-        run.needs_closure = needs_closure(optimizers, automatic)
+        run.loop.needs_closure = needs_closure(optimizers, automatic)
         run.optimizers = [run.hooks.wrap_optimizer(run=run, optimizer=o) for o in optimizers]
         if not optimizers:
             warnings.warn("configure_optimizers returned None: nothing is stepped", stacklevel=2)
@@ -192,15 +192,15 @@ def always_tear_down(
             and (answer := write_instead("Module", str(error.name)))
         ):
             error.add_note(f"geartrain.Module has no {error.name!r}{answer}")
-        run.report_failure(error)
+        run.loop.report_failure(error)
         _guard(failures, partial(run.hooks.on_exception, run=run, error=error))
     for owner in owners:
         if run.module._run is run:
             _guard(failures, partial(owner.teardown, run.command))
     _guard(failures, partial(end_all_workers, run))
     if run.world.size > 1:  # the wrapper may own the process group, and must be freed before it
-        run.model, run.step_functions = None, {}
-    run.report_teardown()
+        run.model, run.loop.step_functions = None, {}
+    run.loop.report_teardown()
     for teardown in reversed(undo):
         _guard(failures, partial(teardown, run=run))
     run.module._attach(None)

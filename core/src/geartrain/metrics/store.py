@@ -393,7 +393,7 @@ class MetricStore:
         """
         run = self._run
         self.refresh(name)
-        value = run.reported.get(name)
+        value = run.loop.reported.get(name)
         found = value, self.when.get(name), sorted(run.metrics) if value is None else []
         return found if run.world.size == 1 else run.hooks.broadcast(run=run, obj=found, src=0)
 
@@ -422,7 +422,7 @@ class MetricStore:
         run, key = self._run, name
         if spec is not None and spec.on_step and spec.on_epoch:
             key = _with_suffix(name, suffix)
-        run.reported[name] = run.reported[key] = value
+        run.loop.reported[name] = run.loop.reported[key] = value
         self.when[name] = self.when[key] = (run.epoch, step)
         return key
 
@@ -444,7 +444,7 @@ class MetricStore:
     def scope(self, keep: bool = True) -> Iterator[None]:
         """Separate an evaluation's metrics from the epoch around it; drop them if not ``keep``."""
         run, outer, was_open = self._run, self._metrics, self.open
-        before = dict(run.reported), dict(self.prog_bar), dict(self.logged), dict(self.when)
+        before = dict(run.loop.reported), dict(self.prog_bar), dict(self.logged), dict(self.when)
         self._metrics, self.open = {}, True
         self._around.append(outer)
         try:
@@ -453,7 +453,7 @@ class MetricStore:
             self._around.pop()
             self._metrics, self.open = outer, was_open
             if not keep:
-                run.reported, self.prog_bar, self.logged, self.when = before
+                run.loop.reported, self.prog_bar, self.logged, self.when = before
 
     # --- its state --------------------------------------------------------------------------------
 
@@ -474,7 +474,7 @@ class MetricStore:
             for m in metrics.values()
         }
         return {
-            "metrics": dict(self._run.reported),
+            "metrics": dict(self._run.loop.reported),
             "logged": dict(self.logged),
             "prog_bar": dict(self.prog_bar),
             "when": dict(self.when),
@@ -483,7 +483,7 @@ class MetricStore:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the reported values."""
-        self._run.reported.update(state["metrics"])
+        self._run.loop.reported.update(state["metrics"])
         self.logged.update(state["logged"])
         self.prog_bar.update(state["prog_bar"])
         self.when.update(state["when"])

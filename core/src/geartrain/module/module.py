@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from geartrain.trainer import Trainer
 
 
-#: Methods of manual optimisation -> the method of ``run.manual`` that they call.
+#: Methods of manual optimisation -> the method of ``run.loop.manual`` that they call.
 _DONE_BY = {
     "manual_backward": "manual_backward",
     "clip_gradients": "clip",
@@ -351,8 +351,8 @@ class Module(MadeWith, nn.Module):
 
     def _manual(self, method: str) -> Any:
         run, name = self._run, type(self).__name__
-        if run is not None and hasattr(run.manual, _DONE_BY[method]):  # from on_fit_start on
-            return run.manual
+        if run is not None and hasattr(run.loop.manual, _DONE_BY[method]):  # from on_fit_start on
+            return run.loop.manual
         self._refuse_in_own_loop(method)
         if self.automatic_optimization and method == "clip_gradients":
             raise TrainingError(

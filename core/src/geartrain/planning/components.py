@@ -295,7 +295,7 @@ def _needed(options: Options, module: Any, command: str) -> dict[str, str]:
     if options.sync_batchnorm:
         needed["sync_batchnorm"] = "sync_batchnorm=True"
     if not module.automatic_optimization:
-        # Last, so that ``run.manual`` exists in every on_run_start.
+        # Last, so that ``run.loop.manual`` exists in every on_run_start.
         needed["manual_optimisation"] = f"{cls}.automatic_optimization = False"
     elif own := [f"{cls}.{name}" for name in _OVERRIDES if overridden(module, name)]:
         needed["overrides"] = ", ".join(own)

@@ -287,7 +287,7 @@ class _Caller:
     @hookimpl(wrapper=True, specname="setup_process_group")
     def _setup_callback(self, run: Run) -> Generator[None, World, World]:
         world = yield
-        run.before_setup.append(partial(self._set_up, run))
+        run.loop.before_setup.append(partial(self._set_up, run))
         return world
 
     def _set_up(self, run: Run) -> None:

@@ -86,11 +86,11 @@ class EarlyStopping(PluginCallback):
     def on_run_start(self, run: Run) -> None:
         self._asked, self.reason = False, ""
         if run.command == "fit":
-            self._checked = self._checked if run.resumed is not None else None
+            self._checked = self._checked if run.loop.resumed is not None else None
             self._at_epoch_end = looks_after_epochs(
                 run, self._check_on_train_epoch_end, "early_stopping", "check_on_train_epoch_end"
             )
-            if run.resumed is not None and self._value is not None:
+            if run.loop.resumed is not None and self._value is not None:
                 self._stop(run, self._beyond_limits(self._value) or self._out_of_patience())
 
     @hookimpl(specname="on_validation_end")

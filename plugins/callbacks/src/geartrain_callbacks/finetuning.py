@@ -55,7 +55,9 @@ class BaseFinetuning(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
         run = self._geartrain_run
         assert run is not None
-        if run.resumed is None or not run.resumed.batch_idx:  # otherwise the resume called it
+        if (
+            run.loop.resumed is None or not run.loop.resumed.batch_idx
+        ):  # otherwise the resume called it
             for optimizer in run.optimizers:
                 self.finetune_function(pl_module, run.epoch, optimizer)
 

@@ -250,9 +250,9 @@ class ModelCheckpoint(PluginCallback):
         self._on = run.command == "fit" and not run.plan.options.fast_dev_run
         self._validated = self._expected = self._warned = False
         if self._on:
-            self._owed = self._owed and run.resumed is not None
+            self._owed = self._owed and run.loop.resumed is not None
             self._settle(run)
-        self._looked = run.resumed is not None and bool(self._best or self._last)
+        self._looked = run.loop.resumed is not None and bool(self._best or self._last)
         if self._on and self._steps is None:
             self._at_epoch_end = looks_after_epochs(
                 run, self._asked_when, "model_checkpoint", "save_on_train_epoch_end"
@@ -319,7 +319,7 @@ class ModelCheckpoint(PluginCallback):
                 self._start_from_scratch(run, folder)
             self._identity = self._identity or uuid4().hex
         self._planned = self._where = folder
-        source = None if run.resumed is None else run.resumed.path
+        source = None if run.loop.resumed is None else run.loop.resumed.path
         name = "" if source is None else os.path.relpath(source.resolve(), folder.resolve())
         self._source = Path(name).as_posix()
         self._output = "" if run.output is None else str(run.output.resolve())
@@ -328,10 +328,10 @@ class ModelCheckpoint(PluginCallback):
 
     def _continues(self, run: Run, folder: Path) -> bool:
         """True if the named files belong to this run, not to a run in another folder."""
-        if run.resumed is None or run.resumed.path is None:
+        if run.loop.resumed is None or run.loop.resumed.path is None:
             # A second fit, or a checkpoint in memory.
             return self._where in (None, folder)
-        source, mine = run.resumed.path.resolve(), folder.resolve()
+        source, mine = run.loop.resumed.path.resolve(), folder.resolve()
         if source.is_relative_to(mine) or mine.is_relative_to(source.parent):
             return True
         if run.output is None or not source.is_relative_to(home := run.output.resolve()):
@@ -341,7 +341,7 @@ class ModelCheckpoint(PluginCallback):
 
     def _start_from_scratch(self, run: Run, folder: Path) -> None:
         if self._scores:  # otherwise no file was the best by a metric
-            source = self._where if run.resumed is None else run.resumed.path
+            source = self._where if run.loop.resumed is None else run.loop.resumed.path
             warnings.warn(
                 f"geartrain-callbacks[model_checkpoint]: {source} belongs to another folder than "
                 f"{folder}. The checkpoints there stay "
@@ -377,15 +377,15 @@ class ModelCheckpoint(PluginCallback):
 
         If the user resumes from an older checkpoint than the last, newer files stay.
         """
-        if run.resumed is None:
+        if run.loop.resumed is None:
             return
         kept = {self._best, self._last, *self._scores}
         left = [
             name for name in self._old if name not in kept and is_own(folder, name, self._identity)
         ]
-        if run.resumed.path is None or _is_last(run.resumed.path):
+        if run.loop.resumed.path is None or _is_last(run.loop.resumed.path):
             left += written_after(
-                folder, self._identity, (run.epoch, run.step, run.resumed.batch_idx), kept
+                folder, self._identity, (run.epoch, run.step, run.loop.resumed.batch_idx), kept
             )
         for name in left:
             delete(folder, name)
@@ -438,7 +438,10 @@ class ModelCheckpoint(PluginCallback):
         last = free(folder, "last", self._last) if self.save_last else ""
         score = None
         if self.monitor is not None:
-            score, when = run.reported.get(self.monitor), run.logs.when.get(self.monitor, (-1, -1))
+            score, when = (
+                run.loop.reported.get(self.monitor),
+                run.logs.when.get(self.monitor, (-1, -1)),
+            )
             if self.monitor in ("epoch", "step"):  # self.log refuses these names
                 score, when = getattr(run, self.monitor), (run.epoch, run.step)
             missing = ""
@@ -468,7 +471,7 @@ class ModelCheckpoint(PluginCallback):
         try:
             name = fill(
                 self.filename,
-                {**run.reported, "epoch": run.epoch, "step": run.step},
+                {**run.loop.reported, "epoch": run.epoch, "step": run.step},
                 self.auto_insert_metric_name,
             )
             return _Turn(free(folder, name, drop), score, drop, last)

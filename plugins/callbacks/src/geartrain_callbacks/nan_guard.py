@@ -75,7 +75,7 @@ class NaNGuard(PluginCallback):
     @hookimpl
     def on_run_start(self, run: Run) -> None:
         self.reason, self._first, self._drop = "", {}, False
-        if self.action == "skip" and run.needs_closure:
+        if self.action == "skip" and run.loop.needs_closure:
             raise UsageError(
                 "geartrain-callbacks[nan_guard] cannot skip steps of an optimizer that needs "
                 "a closure. Fix: action='raise'"

@@ -90,8 +90,9 @@ class RunningStrategy:
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return True if every rank decides so; with ``all=False``, if any rank does."""
-        run, mine = self._view.active, torch.tensor([decision], dtype=torch.float64)
-        decisions = mine if run is None else run.hooks.log_sync(run=run, values=mine)
+        run, decisions = self._view.active, torch.tensor([decision], dtype=torch.float64)
+        if run is not None:
+            decisions = run.hooks.log_sync(run=run, values=decisions)
         return bool(decisions.all() if all else decisions.any())
 
 
@@ -142,8 +143,8 @@ class TrainerView:
         run, active = self.run, self.active
         if run is None:
             return TrainerState(None, None, "initializing")
-        ended = "finished" if run.failure is None else "interrupted"
-        running = "running" if run.failure is None else ended
+        ended = "finished" if run.loop.failure is None else "interrupted"
+        running = "running" if run.loop.failure is None else ended
         stage = None if active is None else active.stage
         return TrainerState(run.command, stage, running if active else ended)
 
@@ -158,7 +159,7 @@ class TrainerView:
         """Return the callbacks and other plugins whose class has an attribute, in their order."""
         parts = (part.plugin for part in self.trainer.setup.parts if part.info.kind == "plugin")
         found = [getattr(plugin, "callback", plugin) for plugin in parts]
-        return [one for one in found if not has or has in dir(one)]
+        return [plugin for plugin in found if not has or has in dir(plugin)]
 
     def print(self, *values: Any, **options: Any) -> None:
         """Call ``print`` on rank 0 only."""
@@ -214,7 +215,8 @@ class TrainerView:
         lambda self: self.state.status == "interrupted", "True after an error, Ctrl-C or a signal."
     )
     received_sigterm = _of(
-        lambda self: getattr(self.run, "failure", None) == "SIGTERM", "True if SIGTERM ended it."
+        lambda self: self.run is not None and self.run.loop.failure == "SIGTERM",
+        "True if SIGTERM ended it.",
     )
     progress_bar_metrics = _of(
         lambda self: dict(self.run.logs.prog_bar) if self.run and hasattr(self.run, "logs") else {},

@@ -104,14 +104,14 @@ class Elastic:
         if max(numbers) >= 0:
             self.last = collectives.broadcast(self.last, numbers.index(max(numbers)))
             assert self.last is not None
-            run.memory_checkpoint = torch.load(
+            run.loop.memory_checkpoint = torch.load(
                 io.BytesIO(self.last.data), map_location="cpu", weights_only=True
             )
             run.plan = replace(run.plan, resumes=True)
 
     def commit_epoch(self, run: Run, collectives: Collectives) -> None:
         """Commit at the start of an epoch, unless the run resumes in its middle."""
-        if run.resumed is None or not run.resumed.batch_idx:
+        if run.loop.resumed is None or not run.loop.resumed.batch_idx:
             self._commit(run, collectives)
 
     def commit_step(self, run: Run, collectives: Collectives) -> None:

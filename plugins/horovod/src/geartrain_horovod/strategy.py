@@ -242,7 +242,7 @@ class HorovodStrategy:
     @hookimpl
     def wrap_optimizer(self, run: Run, optimizer: Optimizer) -> Optimizer:
         if (
-            run.needs_closure
+            run.loop.needs_closure
             and self._meeting is not None
             and self._meeting.process_set is not None
         ):
@@ -270,7 +270,7 @@ class HorovodStrategy:
     @hookimpl
     def on_run_start(self, run: Run) -> None:
         """Scale the learning rates of a resumed run: the number of workers may have changed."""
-        if run.resumed is None:
+        if run.loop.resumed is None:
             return
         schedulers = [schedule.scheduler for schedule in run.schedulers]
         factor = self.lr_factor(run.world.size, run.world.rank)

@@ -104,7 +104,11 @@ class ManualOptimisation:
 
     @hookimpl
     def on_run_start(self, run: Run) -> None:
-        run.step_functions, run.manual, self._run = run.unwrapped.calls(run.unwrapped), self, run
+        run.loop.step_functions, run.loop.manual, self._run = (
+            run.loop.unwrapped.calls(run.loop.unwrapped),
+            self,
+            run,
+        )
         self._average_gradients = _average_gradients_of(run)
         self._taken = [self._take_over(optimizer) for optimizer in run.optimizers]
 
@@ -115,19 +119,22 @@ class ManualOptimisation:
         if -1 in hooks.on_train_batch_start(**place):
             raise end_of_epoch(run)
         with hooks.micro_step(run=run, first=True, last=True):
-            run.step_output = hooks.forward(
+            run.loop.step_output = hooks.forward(
                 run=run, method="training_step", args=(run.batch, run.batch_idx)
             )
-        if isinstance(run.step_output, Mapping) and {"loss", "weight"} <= run.step_output.keys():
+        if (
+            isinstance(run.loop.step_output, Mapping)
+            and {"loss", "weight"} <= run.loop.step_output.keys()
+        ):
             raise TrainingError(
                 "training_step returned a loss with a weight, which manual optimisation does not "
                 "use. Fix: divide the loss before manual_backward, and return it without 'weight'"
             )
-        hooks.on_train_batch_end(outputs=run.step_output, **place)
+        hooks.on_train_batch_end(outputs=run.loop.step_output, **place)
 
     @hookimpl
     def forward(self, run: Run, method: str, args: tuple[Any, ...]) -> Any:
-        return run.step_functions[method](*args)
+        return run.loop.step_functions[method](*args)
 
     @hookimpl
     def backward(self, run: Run, loss: torch.Tensor) -> None:

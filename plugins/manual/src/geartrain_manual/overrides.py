@@ -74,12 +74,12 @@ class OwnClipping:
     def clip_gradients(self, run: Run) -> None:
         limit = run.plan.options.gradient_clip_val
         algorithm = run.plan.options.gradient_clip_algorithm
-        run.manual = self  # the module's clip_gradients calls it
+        run.loop.manual = self  # the module's clip_gradients calls it
         try:
             for optimizer in run.optimizers:
                 run.module.configure_gradient_clipping(optimizer, limit, algorithm)
         finally:
-            run.manual = None
+            run.loop.manual = None
 
     def clip(
         self, optimizer: Optimizer, limit: float | None, algorithm: str
@@ -107,7 +107,7 @@ class OwnStep:
         called = stepped = False
 
         def known_loss() -> torch.Tensor | None:
-            output = run.step_output
+            output = run.loop.step_output
             loss = output["loss"] if isinstance(output, Mapping) else output
             return None if loss is None else loss.detach()
 
@@ -120,13 +120,13 @@ class OwnStep:
                 losses.append(None if closure is None else closure())
                 return losses[-1]
 
-            if run.needs_closure and closure is None:
+            if run.loop.needs_closure and closure is None:
                 raise TrainingError(_without_closure(run, optimizer))
-            if not run.needs_closure:
+            if not run.loop.needs_closure:
                 keep()
             _restore(optimizer, "step", before)
             try:
-                later = keep if run.needs_closure else None
+                later = keep if run.loop.needs_closure else None
                 result = self._hook(run=run, optimizer=optimizer, closure=later)
             finally:
                 optimizer.step = step  # type: ignore[method-assign]
@@ -135,11 +135,11 @@ class OwnStep:
 
         optimizer.step = step  # type: ignore[method-assign]
         try:
-            batch_idx = run.batch_idx if run.needs_closure else self._batch_idx
+            batch_idx = run.batch_idx if run.loop.needs_closure else self._batch_idx
             module.optimizer_step(run.epoch, batch_idx, optimizer, closure or known_loss)
         finally:
             _restore(optimizer, "step", before)
-        if run.needs_closure and not called:
+        if run.loop.needs_closure and not called:
             raise TrainingError(_without_closure(run, optimizer))
         return stepped
 

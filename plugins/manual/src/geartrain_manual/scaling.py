@@ -45,7 +45,7 @@ class ManuallyScaledPrecision(ScaledPrecision):
 
     @hookimpl
     def on_run_start(self, run: Run) -> None:
-        run.manual.on_cleared = self._forget
+        run.loop.manual.on_cleared = self._forget
 
     @hookimpl
     def backward(self, run: Run, loss: torch.Tensor) -> None:
@@ -54,7 +54,7 @@ class ManuallyScaledPrecision(ScaledPrecision):
         for optimizer in [o for o in self._now if all(p.grad is None for p in parameters_of([o]))]:
             self._forget(optimizer)  # cleared without its zero_grad
         before = {optimizer: gradients_now(parameters_of([optimizer])) for optimizer in self._now}
-        run.module.backward(loss * self._scale, **run.manual.options)
+        run.module.backward(loss * self._scale, **run.loop.manual.options)
         for optimizer, was in before.items():
             if any(changed_since(parameters_of([optimizer]), was)):
                 # An error only if the optimizer steps: another loss may add to these gradients.

@@ -104,7 +104,7 @@ def _connected(run: Run, place: ClusterEnvironment, key: str, timeout: timedelta
     """
     guard_forks()
     adopt_temporary_folder()
-    run.cluster, run.report_failure, run.report_teardown = place, report, leave
+    run.cluster, run.loop.report_failure, run.loop.report_teardown = place, report, leave
     before = sockets.open_sockets()
     begin(lambda: sockets.shut_down(sockets.open_sockets() - before))
     try:

@@ -91,7 +91,7 @@ class SessionModel(nn.Module):
             UsageError: the model has no such method.
         """
         name = method if isinstance(method, str) else method.__name__
-        run, bare = self._run, self._run.unwrapped
+        run, bare = self._run, self._run.loop.unwrapped
         if not callable(getattr(bare.module, name, None)):
             raise UsageError(
                 f"{type(bare.module).__name__} has no method {name!r}. "
@@ -100,7 +100,7 @@ class SessionModel(nn.Module):
         # A plugin that wraps in place has put hooks on the bare model.
         wrapped = any(not plugin.is_core for plugin in run.hooks.implementers("wrap_model"))
         call: Callable[[Any], Any] = partial(bare if wrapped else bare.part, name)
-        run.step_functions[name] = call if run.model is bare else self._through(name, call)
+        run.loop.step_functions[name] = call if run.model is bare else self._through(name, call)
         self._methods[name] = self._caller(name)
 
     def _caller(self, method: str) -> Callable[..., Any]:

@@ -95,7 +95,7 @@ class Stepper:
                 "Fix: step inside `with Session(...)`, or before session.close()"
             )
         session_run.begin()
-        if run.needs_closure:
+        if run.loop.needs_closure:
             loss = self._closure_step(closure)
         else:
             if closure is not None:

@@ -96,7 +96,7 @@ class SessionRun:
             if isinstance(model.module, Module):
                 model.module._attach(None)
         for each in (run, *self._runs):
-            each.model, each.step_functions, each.optimizers = None, {}, []
+            each.model, each.loop.step_functions, each.optimizers = None, {}, []
         run.module = Models()
 
     # --- set-up -----------------------------------------------------------------------------------
@@ -118,8 +118,8 @@ class SessionRun:
         own = self._run_of(self.run, module)
         self.session.hooks.check_plan(plan=self.session.plan, module=as_one_module(module))
         own.ranks.check(own)
-        own.unwrapped = Called(module)  # type: ignore[assignment]  # in place of a StepForwarder
-        own.model = own.hooks.wrap_model(run=own, model=own.unwrapped)
+        own.loop.unwrapped = Called(module)  # type: ignore[assignment]  # in place of a StepForwarder
+        own.model = own.hooks.wrap_model(run=own, model=own.loop.unwrapped)
         methods = [
             name
             for name in STEPS
@@ -168,8 +168,8 @@ class SessionRun:
 
     def _optimizer(self, model: SessionModel, optimizer: Optimizer) -> Any:
         run = self._run_of(model._run, model.module)
-        run.step_functions = model._run.step_functions
-        run.needs_closure = needs_closure([optimizer])
+        run.loop.step_functions = model._run.loop.step_functions
+        run.loop.needs_closure = needs_closure([optimizer])
         run.optimizers = [run.hooks.wrap_optimizer(run=run, optimizer=optimizer)]
         self._runs.append(run)
         return session_optimizer(run.optimizers[0], Stepper(self, run, model))
@@ -178,7 +178,7 @@ class SessionRun:
     def _run_of(run: Run, module: nn.Module) -> Run:
         """Return a copy of a run, for the hooks of one model, one optimizer or one loader."""
         own = copy.copy(run)
-        own.step_functions = {}
+        own.loop.step_functions = {}
         own.module = module  # type: ignore[assignment]  # hooks need only nn.Module's attributes
         return own
 
@@ -216,7 +216,7 @@ class SessionRun:
         }
         if sync_dist:
             values = mean_of_metrics(run, values)
-        run.reported.update(values)
+        run.loop.reported.update(values)
         run.logs.logged.update(values)
         if run.world.rank == 0:
             run.hooks.log_metrics(run=run, metrics=values, step=run.step if step is None else step)

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass
+from operator import attrgetter
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +32,10 @@ _FIELDS = (
     "step",
     "epoch",
     "batch_idx",
-    "batches_seen",
+    "loop.batches_seen",
     "stage",
     "should_stop",
-    "reported",
+    "loop.reported",
     "stages",
     "world",
 )
@@ -88,7 +89,7 @@ def outcome(run: Run, result: Any, known: frozenset[str]) -> RankResult:
     datamodule = run.trainer.datamodule
     return RankResult(
         result=map_tensors(result, _to_cpu),
-        fields={name: getattr(run, name) for name in _FIELDS},
+        fields={name: attrgetter(name)(run) for name in _FIELDS},
         logs={name: getattr(run.logs, name) for name in _LOGS},
         tensors={name: tensor.detach() for name, tensor in _tensors(module) if name in known},
         added={
@@ -118,7 +119,8 @@ def apply_result(run: Run, brought: RankResult) -> Any:
         The worker's result.
     """
     for name, value in brought.fields.items():
-        setattr(run, name, value)
+        home, _, field = name.rpartition(".")
+        setattr(attrgetter(home)(run) if home else run, field, value)
     run.device, run.logs = torch.device("cpu"), MetricStore(run)
     for name, value in brought.logs.items():
         setattr(run.logs, name, value)

@@ -131,7 +131,7 @@ def give_states(run: Run, kept: Mapping[str, list[Any]]) -> None:
 
 def refuse_closure(context: Context) -> None:
     """Raise ``UsageError`` for optimizers that need a closure, such as LBFGS."""
-    if context.run.needs_closure:
+    if context.run.loop.needs_closure:
         raise UsageError(
             "this algorithm keeps different weights on each rank, so an optimizer that needs a "
             "closure, such as LBFGS, would call it a different number of times on each rank, and "

@@ -73,7 +73,7 @@ class LeavesTheOthersWaiting(Plain):
     def forward(self, run, method, args):
         if run.repeating:
             return None
-        return run.step_functions[method](*args)
+        return run.loop.step_functions[method](*args)
 
 
 class LogsItsOwn(Plain):

@@ -123,7 +123,7 @@ class EndsWithATuple(Plain):
 
     @hookimpl
     def forward(self, run, method, args):
-        step = run.unwrapped
+        step = run.loop.unwrapped
         output = step.part(method, *args)
         return step.end(method, (output,)) if step.has_end(method) else output
 
