@@ -392,22 +392,34 @@ def on_run_start(run: Run) -> None:
 
 @every
 def on_fit_start(run: Run) -> None:
-    """Act before anything of a ``fit``, after ``on_run_start``."""
+    """Act before anything of a ``fit``.
+
+    Fired: once, after ``on_run_start``.
+    """
 
 
 @every
 def on_sanity_check_start(run: Run) -> None:
-    """Act before the sanity check."""
+    """Act before the sanity check.
+
+    Fired: if the check runs: not after a resume, and not without validation loaders.
+    """
 
 
 @every
 def on_sanity_check_end(run: Run) -> None:
-    """Act after the sanity check."""
+    """Act after the sanity check.
+
+    Fired: as ``on_sanity_check_start``.
+    """
 
 
 @every
 def on_train_start(run: Run) -> None:
-    """Act before the first epoch, after the sanity check."""
+    """Act before the first epoch.
+
+    Fired: once a ``fit``, after the sanity check; not if there is nothing left to train.
+    """
 
 
 @every
@@ -420,9 +432,10 @@ def on_epoch_start(run: Run) -> None:
 
 @every
 def on_before_zero_grad(run: Run, optimizer: Optimizer) -> None:
-    """Act before gradients are cleared.
+    """Act before the gradients of an optimizer are cleared.
 
     Fired: once a step for each optimizer.
+    Arguments: ``optimizer``, as ``wrap_optimizer`` returned it.
     """
 
 
@@ -430,31 +443,45 @@ def on_before_zero_grad(run: Run, optimizer: Optimizer) -> None:
 def on_train_batch_start(run: Run, batch: Any, batch_idx: int) -> int | None:
     """Act before a training batch.
 
-    Arguments: ``batch`` on the device; ``batch_idx`` in the epoch.
-    Returns: -1 to end the epoch before this batch, with one rank.
+    Fired: for each batch, before ``micro_step``.
+    Arguments: ``batch`` on the device; ``batch_idx`` in the epoch, from 0.
+    Returns: -1 ends the epoch before this batch; an error with several ranks.
     """
 
 
 @every
 def on_before_backward(run: Run, loss: torch.Tensor) -> None:
-    """Act before a backward, with the ``loss`` that ``backward`` gets."""
+    """Act before a backward.
+
+    Fired: for each batch that has a loss.
+    Arguments: ``loss``, which ``backward`` gets: divided by the batches of the step.
+    """
 
 
 @every
 def on_after_backward(run: Run) -> None:
-    """Act after a backward. Gradients may not be reduced over ranks yet."""
+    """Act after a backward. Gradients may not be reduced over ranks yet.
+
+    Fired: for each batch that has a loss.
+    """
 
 
 @every
 def on_before_optimizer_step(run: Run, optimizer: Optimizer) -> None:
-    """Act before an optimizer's step. Gradients are reduced and clipped."""
+    """Act before an optimizer steps. Gradients are reduced and clipped.
+
+    Fired: once a step for each optimizer.
+    Arguments: ``optimizer``, as ``wrap_optimizer`` returned it.
+    """
 
 
 @every
 def on_train_batch_end(run: Run, outputs: Any, batch: Any, batch_idx: int) -> None:
-    """Act after a training batch; after the step if it is the last of its window.
+    """Act after a training batch.
 
-    Arguments: ``outputs``, what ``training_step`` returned: detach what you keep.
+    Fired: for each batch; for the last of a step after the optimizers have stepped.
+    Arguments: ``outputs`` of ``training_step``, with their graph: detach what you keep; ``batch``
+        on the device; ``batch_idx`` in the epoch, from 0.
     """
 
 
@@ -477,12 +504,20 @@ def on_validation_start(run: Run) -> None:
 
 @every
 def on_validation_epoch_start(run: Run) -> None:
-    """Act after all ``on_validation_start``, before the first batch of an evaluation."""
+    """Act before the first batch of an evaluation.
+
+    Fired: in validation, test and prediction, after ``on_validation_start``; ``run.stage`` tells
+        which.
+    """
 
 
 @every
 def on_validation_batch_start(run: Run, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
-    """Act before a batch of an evaluation."""
+    """Act before a batch of an evaluation.
+
+    Fired: for each batch, also in test and prediction.
+    Arguments: ``batch`` on the device; ``batch_idx`` in its loader; ``dataloader_idx``, the loader.
+    """
 
 
 @every
@@ -491,13 +526,18 @@ def on_validation_batch_end(
 ) -> None:
     """Act after a batch of an evaluation.
 
-    Arguments: ``outputs``, what the step method returned.
+    Fired: for each batch, also in test and prediction.
+    Arguments: ``outputs`` of the step method; ``batch``, ``batch_idx`` and ``dataloader_idx`` as
+        for ``on_validation_batch_start``.
     """
 
 
 @every
 def on_validation_epoch_end(run: Run) -> None:
-    """Act after the last batch of an evaluation; what is logged here is reported with it."""
+    """Act after the last batch of an evaluation. What is logged is reported with it.
+
+    Fired: in validation, test and prediction, before the flush and ``on_validation_end``.
+    """
 
 
 @every
@@ -510,7 +550,10 @@ def on_validation_end(run: Run) -> None:
 
 @every
 def on_train_epoch_end(run: Run) -> None:
-    """Act after an epoch and its validation; what is logged here is reported with the epoch."""
+    """Act after an epoch and its validation. What is logged is reported with the epoch.
+
+    Fired: once an epoch, before the flush and ``on_epoch_end``.
+    """
 
 
 @every
@@ -523,12 +566,18 @@ def on_epoch_end(run: Run) -> None:
 
 @every
 def on_train_end(run: Run) -> None:
-    """Act after the last epoch."""
+    """Act after the last epoch.
+
+    Fired: as ``on_train_start``.
+    """
 
 
 @every
 def on_fit_end(run: Run) -> None:
-    """Act at the end of ``fit``, before ``on_run_end``."""
+    """Act at the end of a ``fit``.
+
+    Fired: once, before ``on_run_end``; not after an error.
+    """
 
 
 @every

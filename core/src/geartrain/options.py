@@ -66,8 +66,8 @@ class Options:
         limits = {name: options[name] for name in ("limit_train_batches", "limit_val_batches")}
         given = [name for name, limit in limits.items() if limit is not None]
         if options["overfit_batches"] and given:
-            what = f"overfit_batches limits the same batches as {' and '.join(given)}"
-            raise UsageError(f"{what}. Fix: give one of them")
+            message = f"overfit_batches limits the same batches as {' and '.join(given)}"
+            raise UsageError(f"{message}. Fix: give one of them")
         options["val_check_interval"] = _interval(options["val_check_interval"])
         if batches:
             amounts = (
@@ -180,8 +180,8 @@ def _interval(given: Any) -> Any:
         if isinstance(given, str):
             return int(given) if given.strip().isdecimal() else float(given)
     except ValueError:
-        what = f"{name}={given!r} is neither a number nor a time"
-        raise UsageError(f"{what}. Fix: use a number, or 'DD:HH:MM:SS'") from None
+        message = f"{name}={given!r} is neither a number nor a time"
+        raise UsageError(f"{message}. Fix: use a number, or 'DD:HH:MM:SS'") from None
     return given
 
 
@@ -226,16 +226,16 @@ def seconds(name: str, duration: Duration) -> float:
     Raises:
         UsageError: the duration cannot be read, or is not above 0.
     """
-    fix = (
+    remedy = (
         "Fix: 'DD:HH:MM:SS', seconds, a timedelta, or a mapping such as {'hours': 2, 'minutes': 30}"
     )
     try:
         if isinstance(duration, str):
             clock = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", duration.strip())
-            days, hours, minutes, rest = (
+            days, hours, minutes, last = (
                 map(int, clock.groups()) if clock else (0, 0, 0, float(duration))
             )
-            found = ((days * 24 + hours) * 60 + minutes) * 60 + float(rest)
+            found = ((days * 24 + hours) * 60 + minutes) * 60 + float(last)
         elif isinstance(duration, timedelta):
             found = duration.total_seconds()
         elif isinstance(duration, Mapping):
@@ -245,9 +245,9 @@ def seconds(name: str, duration: Duration) -> float:
         else:
             found = float(duration)
     except (TypeError, ValueError, OverflowError):
-        raise UsageError(f"{name}={duration!r} cannot be read. {fix}") from None
+        raise UsageError(f"{name}={duration!r} cannot be read. {remedy}") from None
     if not 0 < found < float("inf"):
-        raise UsageError(f"{name}={duration!r} must be above 0. {fix}")
+        raise UsageError(f"{name}={duration!r} must be above 0. {remedy}")
     return found
 
 

@@ -310,11 +310,11 @@ class Trainer(RankProperties):
             self._setup = self._setup.with_callbacks_of(model)
         if self.is_global_zero:
             name = (model if isinstance(model, type) else type(model)).__name__
-            fix = "use a hook of geartrain, or rename it"
-            warn_of_others(model, name, fix, Module, modules=False)
+            hint = "use a hook of geartrain, or rename it"
+            warn_of_others(model, name, hint, Module, modules=False)
             if datamodule is not None:
-                name, fix = type(datamodule).__name__, "the same method of the module"
-                warn_of_others(datamodule, name, fix, DataModule)
+                name, hint = type(datamodule).__name__, "the same method of the module"
+                warn_of_others(datamodule, name, hint, DataModule)
         known = hyperparameters(None if isinstance(model, type) else model, datamodule)
         self.plan = replace(
             self.plan, loader_batch_size=batch_size, hyperparameters=known, resumes=resumes
@@ -387,16 +387,16 @@ class Trainer(RankProperties):
                 error.add_note(f"Resume: trainer.fit(..., ckpt_path={str(path)!r})")
             raise
         owner = hooks.owner("launch")
-        whose = owner.label if owner else "geartrain"
+        label = owner.label if owner else "geartrain"
         # The worker sets logs; so does the result of a rank 0 that is another process.
         if not hasattr(run, "logs"):
             raise TrainingError(
-                f"launch of {whose} returned, and {command} has not run in this process. Fix: call "
+                f"launch of {label} returned, and {command} has not run in this process. Fix: call "
                 "worker(local_rank) of rank 0, or apply its result (docs/write-a-strategy.md)"
             )
         if result is None and command in ("validate", "test"):
             raise TrainingError(
-                f"launch of {whose} returned None. "
+                f"launch of {label} returned None. "
                 "Fix: return what worker(local_rank) returned in rank 0"
             )
         return result
@@ -418,8 +418,8 @@ class Trainer(RankProperties):
         if checkpoint is None and best_checkpoints(self.hooks, self.output):
             checkpoint = "best"
             if self.is_global_zero:
-                what = f"{command} without a model reads the best weights"
-                warnings.warn(f"{what}. Say ckpt_path='best', or give the model", stacklevel=4)
+                message = f"{command} without a model reads the best weights"
+                warnings.warn(f"{message}. Say ckpt_path='best', or give the model", stacklevel=4)
         return self._run.module, datamodule, checkpoint
 
     def _per_loader(self, stage: str, metrics: dict[str, float]) -> list[dict[str, float]]:
@@ -454,8 +454,8 @@ class Trainer(RankProperties):
             except AttributeError as error:
                 if not name.startswith("__") and (view := _view()) and hasattr(view, name):
                     return getattr(view(self, self._run), name)
-                what = f"{error}{write_instead('Trainer', name)}"
-                raise AttributeError(what, name=name, obj=self) from None
+                message = f"{error}{write_instead('Trainer', name)}"
+                raise AttributeError(message, name=name, obj=self) from None
 
     # --- properties -------------------------------------------------------------------------------
 

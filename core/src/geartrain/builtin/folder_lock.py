@@ -56,8 +56,8 @@ def _lock(folder: Path) -> int | None:
         try:
             make_folder(folder)
         except OSError as error:
-            what = f"output={str(folder)!r} cannot be created: {error.strerror}"
-            raise UsageError(f"{what}. Fix: use another folder") from error
+            message = f"output={str(folder)!r} cannot be created: {error.strerror}"
+            raise UsageError(f"{message}. Fix: use another folder") from error
         if fcntl is None:
             return None
         try:
@@ -70,9 +70,9 @@ def _lock(folder: Path) -> int | None:
                 return descriptor
         except BlockingIOError:
             os.close(descriptor)
-            what = f"another run uses output={str(folder)!r}, and their files would mix"
-            fix = "use another folder, or wait until that run has ended"
-            raise UsageError(f"{what}. Fix: {fix}") from None
+            message = f"another run uses output={str(folder)!r}, and their files would mix"
+            hint = "use another folder, or wait until that run has ended"
+            raise UsageError(f"{message}. Fix: {hint}") from None
         except FileNotFoundError:
             pass
         except OSError:  # NFS: EBADF, or ENOLCK without its lock daemon

@@ -106,20 +106,22 @@ class MixedPrecision:
     def setup_device(self) -> Generator[None, torch.device, torch.device]:
         device = yield
         if not torch.amp.is_autocast_available(device.type):
-            what = f"{self._label}: torch has no autocast for {device.type}"
-            raise UsageError(f"{what}. Fix: --precision 32")
-        why = ""
+            message = f"{self._label}: torch has no autocast for {device.type}"
+            raise UsageError(f"{message}. Fix: --precision 32")
+        reason = ""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:  # made once, because that takes longer than to enter it
                 self._autocast = torch.autocast(device.type, self._dtype)
             except RuntimeError as error:
-                why = str(error)
+                reason = str(error)
         # If the device cannot do it, torch warns and returns an autocast that does nothing.
-        if why or not self._autocast._enabled:
-            why = why or " ".join(" ".join(str(warning.message).split()) for warning in caught)
-            what = f"{self._label}: {device} does not support {self._dtype}"
-            raise UsageError(f"{what}: {why} Fix: --precision 32")
+        if reason or not self._autocast._enabled:
+            reason = reason or " ".join(
+                " ".join(str(warning.message).split()) for warning in caught
+            )
+            message = f"{self._label}: {device} does not support {self._dtype}"
+            raise UsageError(f"{message}: {reason} Fix: --precision 32")
         return device
 
     def computing(self) -> AbstractContextManager[Any]:
@@ -180,14 +182,14 @@ class ScaledPrecision(MixedPrecision):
     def wrap_optimizer(self, run: Run) -> Generator[None, Optimizer, Optimizer]:
         optimizer = yield
         if run.loop.needs_closure:
-            what = f"{self._label} cannot skip steps of an optimizer that needs a closure"
-            raise UsageError(f"{what}. Fix: --precision bf16-mixed or 32")
-        mine = {id(parameter) for parameter in parameters_of([optimizer])}
-        if mine & self._seen:
-            what = f"{self._label}: two optimizers share a parameter"
-            why = "whose gradient would be scaled down twice"
-            raise UsageError(f"{what}, {why}. Fix: choose one of them")
-        self._seen |= mine
+            message = f"{self._label} cannot skip steps of an optimizer that needs a closure"
+            raise UsageError(f"{message}. Fix: --precision bf16-mixed or 32")
+        own_parameters = {id(parameter) for parameter in parameters_of([optimizer])}
+        if own_parameters & self._seen:
+            message = f"{self._label}: two optimizers share a parameter"
+            reason = "whose gradient would be scaled down twice"
+            raise UsageError(f"{message}, {reason}. Fix: choose one of them")
+        self._seen |= own_parameters
         return optimizer
 
     @hookimpl

@@ -45,8 +45,8 @@ class ProgressLines:
             self._due = time.monotonic() + SECONDS_A_LINE
             total = run.stages["train"].batches[0]
             done = f"{run.batch_idx}/{total}" if total is not None else str(run.batch_idx)
-            what = f"{_epoch(run)}: {done} batches"
-            self._say(run, [what, self._steps_a_second(run), _text(run.logs.prog_bar)])
+            message = f"{_epoch(run)}: {done} batches"
+            self._say(run, [message, self._steps_a_second(run), _text(run.logs.prog_bar)])
 
     @hookimpl
     def on_epoch_end(self, run: Run) -> None:
@@ -85,9 +85,9 @@ class ProgressLines:
         return f"{(run.step - self._first_step) / seconds:.1f} steps/s"
 
     def _say(self, run: Run, facts: Sequence[str]) -> None:
-        now = time.monotonic()
-        if run.world.rank == 0 and now - self._said >= SECONDS_A_LINE:
-            self._said = now
+        current = time.monotonic()
+        if run.world.rank == 0 and current - self._said >= SECONDS_A_LINE:
+            self._said = current
             print(", ".join(filter(None, facts)), file=sys.stderr, flush=True)
 
 

@@ -168,12 +168,12 @@ def find_checkpoint_file(
         return path
     if path.is_dir():
         files = sorted(str(file.relative_to(path)) for file in path.rglob("*.ckpt"))
-        fix = f"use one of its files: {', '.join(files[:8])}" if files else "use one of its files"
-        raise UsageError(f"{path} is a folder, not a checkpoint. Fix: {fix}")
-    what = f"there is no checkpoint {path}"
+        hint = f"use one of its files: {', '.join(files[:8])}" if files else "use one of its files"
+        raise UsageError(f"{path} is a folder, not a checkpoint. Fix: {hint}")
+    message = f"there is no checkpoint {path}"
     if given == "best":
-        what = f"the best checkpoint, {path}, no longer exists"
-    raise UsageError(f"{what}. Fix: pass an existing file")
+        message = f"the best checkpoint, {path}, no longer exists"
+    raise UsageError(f"{message}. Fix: pass an existing file")
 
 
 def best_checkpoints(hooks: Hooks, output: Path | None) -> list[Path]:
@@ -270,7 +270,9 @@ def _is_whole(path: Path) -> bool:
 def _warn_of(damaged: list[Path], used: Path) -> None:
     place = detect()
     if place is None or place.rank == 0:
-        why = "the run was stopped before it saved a last checkpoint"
+        cause = "the run was stopped before it saved a last checkpoint"
         if damaged:
-            why = f"damaged, or saved by another program: {', '.join(map(str, damaged))}"
-        warnings.warn(f"{why}. Used instead: {used}, the newest complete checkpoint", stacklevel=2)
+            cause = f"damaged, or saved by another program: {', '.join(map(str, damaged))}"
+        warnings.warn(
+            f"{cause}. Used instead: {used}, the newest complete checkpoint", stacklevel=2
+        )

@@ -83,8 +83,8 @@ def check(path: Path) -> bool:
     except FileNotFoundError as error:
         raise UsageError(f"there is no checkpoint {path}. Fix: pass an existing file") from error
     except OSError as error:
-        what = f"{path} could not be read: {error.strerror}"
-        raise TrainingError(f"{what}. Fix: use another file") from error
+        message = f"{path} could not be read: {error.strerror}"
+        raise TrainingError(f"{message}. Fix: use another file") from error
 
 
 def progress(path: Path) -> tuple[int, int, int] | None:
@@ -110,13 +110,13 @@ def _check(file: IO[bytes], path: Path) -> bool:
     if is_end and len(comment) == _COMMENT == int.from_bytes(end[-2:], "little"):
         digest = hashlib.sha256()
         file.seek(0)
-        left, buffer = size - _COMMENT - 2, memoryview(bytearray(2**20))
-        while left:
-            count = file.readinto(buffer[: min(left, len(buffer))])  # type: ignore[attr-defined]
+        remaining, buffer = size - _COMMENT - 2, memoryview(bytearray(2**20))
+        while remaining:
+            count = file.readinto(buffer[: min(remaining, len(buffer))])  # type: ignore[attr-defined]
             if not count:
                 break
             digest.update(buffer[:count])
-            left -= count
+            remaining -= count
         digest.update(bytes(2) + comment[len(_MARK) + 64 :])
         if comment[len(_MARK) :].startswith(digest.hexdigest().encode()):
             return True

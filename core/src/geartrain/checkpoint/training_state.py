@@ -63,10 +63,10 @@ def training_state(run: Run, epochs: int) -> dict[str, Any]:
         epochs: epochs done; ``run.epoch`` within an epoch.
     """
     within = epochs == run.epoch and run.batch_idx > 0
-    shared, own = _states_of_parts(run)
+    shared, unshared = _states_of_parts(run)
     objects = {name: library.states(run.module) for name, library in libraries().items() if within}
-    mine = {
-        "parts": own,
+    rank_state = {
+        "parts": unshared,
         "random": random_now(run),
         "began": run.loop.epoch_start if within else None,
         "made": run.loop.loaders_start,
@@ -86,7 +86,7 @@ def training_state(run: Run, epochs: int) -> dict[str, Any]:
         "schedulers": [{**_named(s.scheduler), "progress": s.progress()} for s in run.schedulers],
         "parts": shared,
         "seeds": {name: list(map(order_seeds, s.loaders)) for name, s in run.stages.items()},
-        "ranks": run.ranks.gather_states(run, mine),
+        "ranks": run.ranks.gather_states(run, rank_state),
     }
 
 
@@ -97,15 +97,15 @@ def _states_of_parts(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     skipped steps). Then each rank keeps all of its own; a world of another size uses rank 0's.
     """
     shared: dict[str, Any] = {}
-    own: dict[str, Any] = {}
+    unshared: dict[str, Any] = {}
     alike = strategy_can(run.hooks.parts, "identical_weights")
     for name, part in named_parts(run.hooks.parts).items():
         state = _portable(part.plugin.state_dict(), part.info.label)
         if state is not None and _same_on_all_ranks(part):
             shared[name] = state
         if state is not None and not (alike and _same_on_all_ranks(part)):
-            own[name] = state
-    return shared, own
+            unshared[name] = state
+    return shared, unshared
 
 
 def named_parts(parts: tuple[LoadedPlugin, ...]) -> dict[str, LoadedPlugin]:
@@ -129,17 +129,21 @@ def strategy_can(parts: tuple[LoadedPlugin, ...], capability: str) -> bool:
     """True unless the strategy declares ``capabilities = {capability: False}``."""
     strategies = [part.plugin for part in parts if part.info.kind == "strategy"]
     declared = [getattr(strategy, "capabilities", None) for strategy in strategies]
-    return all(one.get(capability, True) for one in declared if isinstance(one, Mapping))
+    return all(
+        capabilities.get(capability, True)
+        for capabilities in declared
+        if isinstance(capabilities, Mapping)
+    )
 
 
 def _portable(state: Any, whose: str) -> Any:
     """Return a state on the CPU; ``None``, with a warning, if a checkpoint cannot hold it."""
-    odd = not_plain(state)
-    if odd is None:
+    unsupported = not_plain(state)
+    if unsupported is None:
         return map_tensors(state, _to_cpu)
-    what = f"{whose}: its state_dict() holds {odd}, which could not be read again as data alone"
-    fix = "tensors, numbers, strings, and lists, tuples and dicts of them"
-    warnings.warn(f"{what}, so checkpoints leave it out. Fix: {fix}", stacklevel=2)
+    message = f"{whose}: its state_dict() holds {unsupported}, which cannot be read as data alone"
+    hint = "tensors, numbers, strings, and lists, tuples and dicts of them"
+    warnings.warn(f"{message}, so checkpoints leave it out. Fix: {hint}", stacklevel=2)
     return None
 
 
@@ -195,10 +199,10 @@ class Resumed:
         for name, library in libraries().items():
             library.set_states(run.module, self.rank.get("metric_objects", {}).get(name, {}))
         if "train" in run.loop.unwrapped.epoch_ends and run.world.rank == 0:
-            what = (
+            message = (
                 f"training_epoch_end gets the outputs from batch {run.batch_idx} of this epoch on"
             )
-            warnings.warn(f"{what}: those before are gone", stacklevel=2)
+            warnings.warn(f"{message}: those before are gone", stacklevel=2)
 
 
 def restore_random_state(run: Run) -> None:
@@ -240,11 +244,11 @@ def refuse(run: Run, state: dict[str, Any], path: Path, may_be_done: bool) -> No
     ):
         if end == -1 or done < end or (done == end and fit["batch_idx"]):  # the epoch's end is left
             continue
-        what = f"there is nothing left to do: {path} has {done} {name.removeprefix('max_')} done"
+        message = f"there is nothing left to do: {path} has {done} {name.removeprefix('max_')} done"
         if done > end or not may_be_done:
-            raise UsageError(f"{what}, and {name}={end}. Fix: use a larger {name}")
+            raise UsageError(f"{message}, and {name}={end}. Fix: use a larger {name}")
         if run.world.rank == 0:
-            warnings.warn(f"{what}, and {name}={end}. Nothing is trained", stacklevel=2)
+            warnings.warn(f"{message}, and {name}={end}. Nothing is trained", stacklevel=2)
     total, same_size = run.stages["train"].batches[0], len(fit["ranks"]) == run.world.size
     again = options.reload_dataloaders_every_n_epochs  # the loaders may be those of another epoch
     if same_size and not again and total is not None and fit["batch_idx"] > total:
@@ -257,11 +261,11 @@ def refuse(run: Run, state: dict[str, Any], path: Path, may_be_done: bool) -> No
 
 
 def _refuse_others(what: str, saved: list[dict[str, Any]], now: list[Any], path: Path) -> None:
-    theirs, ours = [one["class"] for one in saved], [type(one).__name__ for one in now]
-    if theirs != ours:
+    saved_classes, classes = [one["class"] for one in saved], [type(one).__name__ for one in now]
+    if saved_classes != classes:
         raise TrainingError(
-            f"{path} has the {what}s {', '.join(theirs) or 'none'}, and configure_optimizers made "
-            f"{', '.join(ours) or 'none'}. "
+            f"{path} has the {what}s {', '.join(saved_classes) or 'none'}, and "
+            f"configure_optimizers made {', '.join(classes) or 'none'}. "
             "Fix: use the same ones, or start from the weights alone with checkpoint="
         )
 
@@ -274,8 +278,8 @@ def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
     """
     others = _other_settings(run, fit)
     for optimizer, saved in zip(run.optimizers, fit["optimizers"], strict=True):
-        now = parameter_names(run, optimizer)
-        _refuse_other_parameters(optimizer, saved["parameters"], now, path)
+        current = parameter_names(run, optimizer)
+        _refuse_other_parameters(optimizer, saved["parameters"], current, path)
         with _named_in_errors(path, type(optimizer).__name__):
             load_optimizer(optimizer, saved["state"])
     for schedule, saved in zip(run.schedulers, fit["schedulers"], strict=True):
@@ -288,16 +292,16 @@ def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
             set_order_seeds(loader, seed)
     run.step, run.epoch = fit["step"], fit["epoch"]
     run.loop.batches_seen = fit["batches_seen"]
-    mine = _of_this_rank(run, fit)
-    run.logs.load_state_dict(mine["logs"])
+    rank_state = _of_this_rank(run, fit)
+    run.logs.load_state_dict(rank_state["logs"])
     batch_idx = _batches_in_this_world(run, fit)
     file = path if run.loop.memory_checkpoint is None else None
-    run.loop.resumed = Resumed(file, batch_idx, fit["validated"], mine)
-    _load_parts(run, fit, mine["parts"], path)
+    run.loop.resumed = Resumed(file, batch_idx, fit["validated"], rank_state)
+    _load_parts(run, fit, rank_state["parts"], path)
     if others:
-        fix = "start from its weights with checkpoint= (on the command line --checkpoint)"
-        what = f"{path} has {', '.join(others)}: the checkpoint's settings stand"
-        warnings.warn(f"{what}. Fix if unmeant: {fix}", stacklevel=2)
+        hint = "start from its weights with checkpoint= (on the command line --checkpoint)"
+        message = f"{path} has {', '.join(others)}: the checkpoint's settings stand"
+        warnings.warn(f"{message}. Fix if unmeant: {hint}", stacklevel=2)
     _warn_of_replay(run, batch_idx)
 
 
@@ -307,9 +311,9 @@ def _warn_of_replay(run: Run, batch_idx: int) -> None:
         _warn_of_replay_by(loader, run, batch_idx)
     loader = next((one for one in _loaders(run) if getattr(one, "persistent_workers", False)), None)
     if loader is not None and run.epoch and run.world.rank == 0:
-        what = f"the persistent workers of {describe(loader)} start again: if its dataset draws"
-        what += " random numbers, they are others than without a stop"
-        warnings.warn(f"{what}. Fix if it does: persistent_workers=False", stacklevel=2)
+        message = f"the persistent workers of {describe(loader)} start again: if its dataset draws"
+        message += " random numbers, they are others than without a stop"
+        warnings.warn(f"{message}. Fix if it does: persistent_workers=False", stacklevel=2)
 
 
 def _warn_of_replay_by(loader: Any, run: Run, batch_idx: int) -> None:
@@ -317,11 +321,11 @@ def _warn_of_replay_by(loader: Any, run: Run, batch_idx: int) -> None:
     stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
     reads = batch_idx or (one_shot and run.loop.batches_seen)
     if run.world.rank == 0 and (one_shot or stream) and reads:
-        what = "cannot be told where to resume"
+        message = "cannot be told where to resume"
         if one_shot:
-            what = "is an iterator, which continues from its own position"
+            message = "is an iterator, which continues from its own position"
         warnings.warn(
-            f"{describe(loader)} {what}: {batch_idx} batches are taken from it and thrown away. "
+            f"{describe(loader)} {message}: {batch_idx} batches are taken from it and thrown away. "
             "They are those that were trained on only if it gives the same again",
             stacklevel=2,
         )
@@ -341,18 +345,18 @@ def _other_settings(run: Run, fit: dict[str, Any]) -> list[str]:
     pairs: list[tuple[str, Any, Any]] = []
     moves = _SCHEDULED if run.schedulers else frozenset()
     for optimizer, saved in zip(run.optimizers, fit["optimizers"], strict=True):
-        whose, groups = type(optimizer).__name__, saved["state"].get("param_groups", ())
-        for theirs, ours in zip(groups, optimizer.param_groups, strict=False):
-            for name in theirs:
-                if name in ours and name not in _NO_SETTINGS | moves:
-                    setting = f"{whose}'s {name.removeprefix('initial_')}"
-                    pairs.append((setting, theirs[name], ours[name]))
+        owner, groups = type(optimizer).__name__, saved["state"].get("param_groups", ())
+        for saved_group, group in zip(groups, optimizer.param_groups, strict=False):
+            for name in saved_group:
+                if name in group and name not in _NO_SETTINGS | moves:
+                    setting = f"{owner}'s {name.removeprefix('initial_')}"
+                    pairs.append((setting, saved_group[name], group[name]))
     for schedule, saved in zip(run.schedulers, fit["schedulers"], strict=True):
-        kind, theirs = type(schedule.scheduler), saved["state"] or {}
-        ours = vars(schedule.scheduler)
+        kind, saved_state = type(schedule.scheduler), saved["state"] or {}
+        attributes = vars(schedule.scheduler)
         made_with = inspect.signature(kind).parameters.keys() - {"last_epoch"}
-        for name in sorted(made_with & theirs.keys() & ours.keys()):
-            pairs.append((f"{kind.__name__}'s {name}", theirs[name], ours[name]))
+        for name in sorted(made_with & saved_state.keys() & attributes.keys()):
+            pairs.append((f"{kind.__name__}'s {name}", saved_state[name], attributes[name]))
     compared = [(n, a, b) for n, a, b in pairs if {type(a), type(b)} <= _COMPARED]
     # A dict: several groups may have the same difference.
     return list(dict.fromkeys(f"{name} {a} and not {b}" for name, a, b in compared if a != b))
@@ -365,10 +369,10 @@ def _refuse_other_parameters(
     if saved == now:
         return
     pairs = enumerate(zip_longest(saved, now, fillvalue="none"))
-    index, was, here = next((i, a, b) for i, (a, b) in pairs if a != b)
+    index, was, present = next((i, a, b) for i, (a, b) in pairs if a != b)
     raise TrainingError(
-        f"{path}: parameter {index} of {type(optimizer).__name__} was {was or 'one of no name'}, "
-        f"and is {here or 'one of no name'} now. Fix: use the same parameters in the same order, "
+        f"{path}: parameter {index} of {type(optimizer).__name__} was {was or 'unnamed'}, and "
+        f"now is {present or 'unnamed'}. Fix: use the same parameters in the same order, "
         "or start from the weights alone with checkpoint="
     )
 
@@ -416,16 +420,16 @@ def _of_this_rank(run: Run, fit: dict[str, Any]) -> dict[str, Any]:
 
 def _batches_in_this_world(run: Run, fit: dict[str, Any]) -> int:
     """Return after how many of this rank's batches the epoch resumes, in a world of any size."""
-    before, now, done = len(fit["ranks"]), run.world.size, int(fit["batch_idx"])
-    if before == now:
+    before, current, done = len(fit["ranks"]), run.world.size, int(fit["batch_idx"])
+    if before == current:
         return done
-    total, batches = run.stages["train"].batches[0], done * before // now
+    total, batches = run.stages["train"].batches[0], done * before // current
     if total is not None:  # shards are padded: the smaller world's epoch may be shorter
         batches = min(batches, total)
     if done and run.world.rank == 0:
         warnings.warn(
             f"the checkpoint was saved by {before} ranks after {done} batches of an epoch, which "
-            f"{now} ranks resume after {batches}: some of its samples may come twice or not at "
+            f"{current} ranks resume after {batches}: some of its samples may come twice or not at "
             "all, and its metrics cover the rest",
             stacklevel=2,
         )
@@ -434,18 +438,18 @@ def _batches_in_this_world(run: Run, fit: dict[str, Any]) -> int:
 
 def _load_parts(run: Run, fit: dict[str, Any], own: dict[str, Any], path: Path) -> None:
     """Load each part's state, this rank's own or the shared one; warn if either is missing."""
-    shared, here = fit["parts"], named_parts(run.hooks.parts)
+    shared, parts = fit["parts"], named_parts(run.hooks.parts)
     known = {*shared, *(name for rank in fit["ranks"] for name in rank["parts"])}
     stateless: list[str] = []
-    for name, part in here.items():
+    for name, part in parts.items():
         if name in shared or name in own:
             with _named_in_errors(path, part.info.label):
                 part.plugin.load_state_dict(own[name] if name in own else shared[name])
         else:
             ranks = f" (it has one for each of {len(fit['ranks'])} ranks, not {run.world.size})"
-            what = f"no saved state for {part.info.label}{ranks if name in known else ''}"
-            stateless.append(f"{what}, which starts from scratch")
-    if absent := sorted(known - here.keys()):
+            message = f"no saved state for {part.info.label}{ranks if name in known else ''}"
+            stateless.append(f"{message}, which starts from scratch")
+    if absent := sorted(known - parts.keys()):
         stateless.append(f"it has state of {', '.join(absent)}, which this run does not have")
     if stateless and run.world.rank == 0:
         warnings.warn(f"{path}: {'; '.join(stateless)}", stacklevel=2)
@@ -462,10 +466,10 @@ def _loaders(run: Run) -> list[Any]:
 def random_now(run: Run) -> dict[str, Any]:
     """Return this rank's random state, and which loaders' persistent workers run."""
     loaders = _loaders(run)
-    own = [generator.get_state() for loader in loaders for generator in generators(loader)]
+    states = [generator.get_state() for loader in loaders for generator in generators(loader)]
     started = [isinstance(one, DataLoader) and one._iterator is not None for one in loaders]
     everywhere = random_state(run.device, every=run.plan.layout.devices_per_process > 1)
-    return {**everywhere, "loaders": own, "workers": started}
+    return {**everywhere, "loaders": states, "workers": started}
 
 
 def set_random(run: Run, state: dict[str, Any]) -> None:
@@ -476,11 +480,11 @@ def set_random(run: Run, state: dict[str, Any]) -> None:
         if started and persistent and loader._iterator is None:
             iter(loader)  # start workers before the generators are set: torch draws a seed
     set_random_state(run.device, state)
-    own = [generator for loader in loaders for generator in generators(loader)]
+    found = [generator for loader in loaders for generator in generators(loader)]
     before = len(state["loaders"])
-    if len(own) != before:
-        what = f"the loaders have {len(own)} generators, and had {before}"
-        warnings.warn(f"{what}: their order starts from scratch", stacklevel=2)
+    if len(found) != before:
+        message = f"the loaders have {len(found)} generators, and had {before}"
+        warnings.warn(f"{message}: their order starts from scratch", stacklevel=2)
         return
-    for generator, numbers in zip(own, state["loaders"], strict=True):
+    for generator, numbers in zip(found, state["loaders"], strict=True):
         generator.set_state(numbers)

@@ -44,11 +44,15 @@ class CombinedLoader:
     ) -> None:
         if mode not in MODES:
             known = ", ".join(map(repr, MODES))
-            what = f"CombinedLoader: mode={mode!r} is unknown. {nearest(str(mode), MODES)}"
-            raise UsageError(f"{what} Fix: use one of {known}")
+            message = f"CombinedLoader: mode={mode!r} is unknown. {nearest(str(mode), MODES)}"
+            raise UsageError(f"{message} Fix: use one of {known}")
         if not isinstance(iterables, Mapping | list | tuple) or not iterables:
-            what = type(iterables).__name__ if iterables else f"an empty {type(iterables).__name__}"
-            raise UsageError(f"CombinedLoader takes several loaders, and got {what}. Fix: {_FIX}")
+            message = (
+                type(iterables).__name__ if iterables else f"an empty {type(iterables).__name__}"
+            )
+            raise UsageError(
+                f"CombinedLoader takes several loaders, and got {message}. Fix: {_FIX}"
+            )
         self.iterables, self.mode = iterables, mode
         self._keys = list(iterables) if isinstance(iterables, Mapping) else None
         keys = range(len(iterables)) if self._keys is None else self._keys
@@ -102,19 +106,19 @@ def _check(named: Mapping[str, Any]) -> None:
     """Refuse an item that is not a loader, or that cannot begin again."""
     seen: dict[int, str] = {}
     for name, loader in named.items():
-        what, fix = "", _FIX
+        message, hint = "", _FIX
         if isinstance(loader, CombinedLoader) or _holds_loaders(loader):
-            what, fix = "holds loaders itself", f"{_FIX}, without nesting"
+            message, hint = "holds loaders itself", f"{_FIX}, without nesting"
         elif not is_loader(loader) or isinstance(loader, Mapping):
-            what = f"is a {type(loader).__name__}, which is not a loader"
+            message = f"is a {type(loader).__name__}, which is not a loader"
         elif isinstance(loader, Iterator):
-            what = f"is a {type(loader).__name__}, which can be read only once"
-            fix = "use a DataLoader or a list"
+            message = f"is a {type(loader).__name__}, which can be read only once"
+            hint = "use a DataLoader or a list"
         elif id(loader) in seen:
-            what = f"is the loader of {seen[id(loader)]} again"
-            fix = "make another DataLoader of the dataset"
-        if what:
-            raise UsageError(f"CombinedLoader: {name} {what}. Fix: {fix}")
+            message = f"is the loader of {seen[id(loader)]} again"
+            hint = "make another DataLoader of the dataset"
+        if message:
+            raise UsageError(f"CombinedLoader: {name} {message}. Fix: {hint}")
         seen[id(loader)] = name
 
 
@@ -126,8 +130,8 @@ def _holds_loaders(thing: Any) -> bool:
 
 def empty(name: str, loader: Any, when: str = "is empty") -> TrainingError:
     """Return the error for a loader of a CombinedLoader that gives no batch."""
-    fix = "give it samples, or a smaller batch_size with drop_last"
-    return TrainingError(f"CombinedLoader: {name} {when}: {describe(loader)}. Fix: {fix}")
+    hint = "give it samples, or a smaller batch_size with drop_last"
+    return TrainingError(f"CombinedLoader: {name} {when}: {describe(loader)}. Fix: {hint}")
 
 
 class _Batches:
@@ -200,4 +204,6 @@ def each_loader(loader: Any, function: Callable[[Any], Iterable[Any]]) -> Any:
     """Apply a function that returns a loader to each in a CombinedLoader, or to another loader."""
     if not isinstance(loader, CombinedLoader):
         return function(loader)
-    return CombinedLoader(loader.shaped([function(one) for one in loader.loaders]), loader.mode)
+    return CombinedLoader(
+        loader.shaped([function(single) for single in loader.loaders]), loader.mode
+    )

@@ -86,9 +86,9 @@ def transfer(run: Run, batch: Any) -> Any:
     batch = module.transfer_batch_to_device(batch, run.device, index)
     batch = module.on_after_batch_transfer(batch, index)
     if batch is None and was is not None:
-        own = " or ".join(name for name in TRANSFER_HOOKS if overridden(module, name))
-        what = f"{type(module).__name__}: {own} made None of a batch"
-        raise TrainingError(f"{what}. Fix: return the batch from it")
+        hooks = " or ".join(name for name in TRANSFER_HOOKS if overridden(module, name))
+        message = f"{type(module).__name__}: {hooks} made None of a batch"
+        raise TrainingError(f"{message}. Fix: return the batch from it")
     return batch
 
 
@@ -240,15 +240,15 @@ def count_batches(
     if limit == 0:
         return 0
     if total == 0:
-        fix = "give it samples, or a smaller batch_size with drop_last"
-        raise TrainingError(f"the {stage} loader is empty: {describe(loader)}. Fix: {fix}")
+        hint = "give it samples, or a smaller batch_size with drop_last"
+        raise TrainingError(f"the {stage} loader is empty: {describe(loader)}. Fix: {hint}")
     if isinstance(limit, float) and limit < 1.0:
         if total is None:
-            what = f"a fraction ({limit}) of the {stage} loader cannot be taken"
-            raise UsageError(f"{what}: it has no length. Fix: use a number of batches")
+            message = f"a fraction ({limit}) of the {stage} loader cannot be taken"
+            raise UsageError(f"{message}: it has no length. Fix: use a number of batches")
         if int(total * limit) == 0:
-            what = f"{limit} of the {total} batches to {stage} is less than one batch"
-            raise UsageError(f"{what}. Fix: use a larger fraction, or a number of batches")
+            message = f"{limit} of the {total} batches to {stage} is less than one batch"
+            raise UsageError(f"{message}. Fix: use a larger fraction, or a number of batches")
         return int(total * limit)
     if limit is None or isinstance(limit, float):
         return total

@@ -42,8 +42,8 @@ def random_state(device: torch.device, every: bool = False) -> dict[str, Any]:
     python = [version, list(numbers), gauss]
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": python}
     if "numpy" in sys.modules:
-        name, keys, *rest = sys.modules["numpy"].random.get_state()
-        state["numpy"] = [name, keys.tolist(), *rest]
+        name, keys, *details = sys.modules["numpy"].random.get_state()
+        state["numpy"] = [name, keys.tolist(), *details]
     if device.type == "cuda":
         one_or_all = torch.cuda.get_rng_state_all() if every else [torch.cuda.get_rng_state(device)]
         state["cuda"] = one_or_all
@@ -58,9 +58,9 @@ def set_random_state(device: torch.device, state: dict[str, Any]) -> None:
     random.setstate((version, tuple(numbers), gauss))
     torch.set_rng_state(state["torch"])
     if "numpy" in sys.modules and "numpy" in state:
-        name, keys, *rest = state["numpy"]
+        name, keys, *details = state["numpy"]
         numpy = sys.modules["numpy"]
-        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
+        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *details))
     if device.type == "cuda" and "cuda" in state:
         devices = [device]
         if len(state["cuda"]) > 1:

@@ -97,9 +97,13 @@ def generators(loader: Any) -> Iterator[torch.Generator]:
 def samplers(loader: Any) -> list[Any]:
     """Return a loader's sampler, its batch sampler and the sampler in that, each once."""
     found: list[Any] = []
-    for one in single_loaders(loader):
-        batches = getattr(one, "batch_sampler", None)
-        found += (getattr(one, "sampler", None), batches, getattr(batches, "sampler", None))
+    for single_loader in single_loaders(loader):
+        batches = getattr(single_loader, "batch_sampler", None)
+        found += (
+            getattr(single_loader, "sampler", None),
+            batches,
+            getattr(batches, "sampler", None),
+        )
     return list({id(sampler): sampler for sampler in found if sampler is not None}.values())
 
 
@@ -126,8 +130,8 @@ def in_fixed_order(loader: Any, stage: str, warns: bool) -> Any:
         UsageError: it is an iterator, so no epoch has the batches of another.
     """
     if isinstance(loader, Iterator):
-        what = f"overfit_batches repeats batches, and the {stage} loader is an iterator"
-        raise UsageError(f"{what}. Fix: use a DataLoader or a list")
+        message = f"overfit_batches repeats batches, and the {stage} loader is an iterator"
+        raise UsageError(f"{message}. Fix: use a DataLoader or a list")
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return loader
     batches = loader.batch_sampler
@@ -137,11 +141,13 @@ def in_fixed_order(loader: Any, stage: str, warns: bool) -> Any:
     if fixed is sampler:
         return loader
     if warns:
-        what = f"overfit_batches turns off the shuffling of the {stage} loader"
+        message = f"overfit_batches turns off the shuffling of the {stage} loader"
         if fixed is None:
-            what = f"overfit_batches keeps the order of {type(sampler).__name__}, which "
-            what += f"the {stage} loader draws from: if it shuffles, epochs have different batches"
-        warnings.warn(what, stacklevel=2)
+            message = f"overfit_batches keeps the order of {type(sampler).__name__}, which "
+            message += (
+                f"the {stage} loader draws from: if it shuffles, epochs have different batches"
+            )
+        warnings.warn(message, stacklevel=2)
     if fixed is None:
         return loader
     if isinstance(batches, BatchSampler):

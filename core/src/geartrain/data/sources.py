@@ -38,8 +38,8 @@ class DataSource:
 
     def missing(self, stage: str) -> UsageError:
         """Return the error for a stage without loaders."""
-        fix = f"give one, or define {_METHODS[stage]} on the module or a DataModule"
-        return UsageError(f"there is no loader to {stage}. Fix: {fix}")
+        hint = f"give one, or define {_METHODS[stage]} on the module or a DataModule"
+        return UsageError(f"there is no loader to {stage}. Fix: {hint}")
 
     def check(self, stage: str, module: Module) -> None:
         """Refuse a stage of a command if no loaders are given and no method makes them.
@@ -63,9 +63,9 @@ class DataSource:
         """
         given = [_METHODS[stage] for stage, loaders in self.given.items() if loaders is not None]
         if given:
-            what = "reload_dataloaders_every_n_epochs makes loaders again, and these were given"
-            fix = f"return them from {' and '.join(given)} of the module or a DataModule"
-            raise UsageError(f"{what}. Fix: {fix}")
+            message = "reload_dataloaders_every_n_epochs makes loaders again, and these were given"
+            hint = f"return them from {' and '.join(given)} of the module or a DataModule"
+            raise UsageError(f"{message}. Fix: {hint}")
 
     def loaders(self, stage: str, module: Module) -> list[Iterable[Any]]:
         """Return the loaders of a stage: those given, else the DataModule's, else the module's.
@@ -80,8 +80,8 @@ class DataSource:
         if given is None and callable(getattr(owner, method, None)):
             given = getattr(owner, method)()
             if given is None and stage == "validate":
-                what = f"{type(owner).__name__}.{method} returned None"
-                warnings.warn(f"{what}, so there is nothing to validate", stacklevel=2)
+                message = f"{type(owner).__name__}.{method} returned None"
+                warnings.warn(f"{message}, so there is nothing to validate", stacklevel=2)
         return [] if given is None else read_loaders(given, stage)
 
 
@@ -99,26 +99,26 @@ def read_loaders(given: Any, stage: str) -> list[Iterable[Any]]:
     """
     if isinstance(given, CombinedLoader):
         if stage != "train" and given.mode != "sequential":
-            what = f"a CombinedLoader to {stage} has mode={given.mode!r}"
-            raise UsageError(f"{what}. Fix: use mode='sequential', or a list of loaders")
+            message = f"a CombinedLoader to {stage} has mode={given.mode!r}"
+            raise UsageError(f"{message}. Fix: use mode='sequential', or a list of loaders")
         if stage == "train" and given.mode == "sequential":
-            what = "a CombinedLoader to train has mode='sequential'"
-            fix = "use a DataLoader of torch.utils.data.ConcatDataset, or another mode"
-            raise UsageError(f"{what}. Fix: {fix}")
+            message = "a CombinedLoader to train has mode='sequential'"
+            hint = "use a DataLoader of torch.utils.data.ConcatDataset, or another mode"
+            raise UsageError(f"{message}. Fix: {hint}")
         return [given] if stage == "train" else given.loaders
     found = list(_leaves(given))
     loaders = [item for item in found if is_loader(item)]
     kind, is_list = type(given).__name__, isinstance(given, list | tuple)
     is_text_or_frame = isinstance(given, str | bytes) or hasattr(given, "itertuples")
     if not isinstance(given, Iterable) or is_text_or_frame:  # a data frame iterates its columns
-        what = f"the {stage} loader is {_shown(given)}, which is not a loader"
-        raise UsageError(f"{what}. Fix: use a DataLoader or an iterable of batches")
+        message = f"the {stage} loader is {_shown(given)}, which is not a loader"
+        raise UsageError(f"{message}. Fix: use a DataLoader or an iterable of batches")
     has_loader = any(isinstance(item, DataLoader) for item in found)
     if isinstance(given, Mapping) or (is_list and has_loader):
         if not found or len(loaders) < len(found):
             others = dict.fromkeys(type(item).__name__ for item in found if not is_loader(item))
-            what = f"the {kind} to {stage} holds {', '.join(others) or 'nothing'}"
-            raise UsageError(f"{what} in place of loaders. Fix: give loaders alone in it")
+            message = f"the {kind} to {stage} holds {', '.join(others) or 'nothing'}"
+            raise UsageError(f"{message} in place of loaders. Fix: give loaders alone in it")
     elif not is_list or not found or len(loaders) < len(found):
         return [given]
     if any(isinstance(item, CombinedLoader) for item in found):
@@ -126,8 +126,8 @@ def read_loaders(given: Any, stage: str) -> list[Iterable[Any]]:
     if stage != "train" or not isinstance(given, Mapping | list | tuple):
         return loaders
     if is_list and len(given) == 1:
-        what = f"a {kind} of one loader is given to train on"
-        raise UsageError(f"{what}. Fix: give the loader itself, or a dict for batches in a dict")
+        message = f"a {kind} of one loader is given to train on"
+        raise UsageError(f"{message}. Fix: give the loader itself, or a dict for batches in a dict")
     return [CombinedLoader(given, "max_size_cycle")]
 
 

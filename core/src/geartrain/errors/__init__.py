@@ -24,7 +24,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     A metric of several loaders has names as ``val_loss/dataloader_idx_0``: ``name/...`` is nearest.
     """
     names = sorted(set(known))
-    if under := [one for one in names if one.startswith(f"{name}/")]:
+    if under := [candidate for candidate in names if candidate.startswith(f"{name}/")]:
         return f"Did you mean {under[0]!r}?"
     match = get_close_matches(name.lower(), [n.lower() for n in names], n=1)
     if match:

@@ -46,8 +46,8 @@ def _warn(folder: str, error: Exception, fails_in_torch: bool) -> None:
         # torch reads all entry points during its import, and would fail at the same file.
         os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
         reason += ", and torch loads no device backends of other distributions"
-    fix = "install that distribution again, or remove the folder"
-    warnings.warn(f"{folder} is skipped, because {reason}. Fix: {fix}", stacklevel=3)
+    hint = "install that distribution again, or remove the folder"
+    warnings.warn(f"{folder} is skipped, because {reason}. Fix: {hint}", stacklevel=3)
 
 
 def canonical(distribution: str) -> str:

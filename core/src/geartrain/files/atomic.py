@@ -121,13 +121,13 @@ def _sync(folder: Path) -> None:
 
 def reason(path: Path, error: OSError) -> str:
     """Return the message of the error that a file could not be written."""
-    why = error.strerror or str(error)
+    cause = error.strerror or str(error)
     if error.errno not in _FULL:
-        fix = "use another output, or allow this user to write there"
-        return f"{path} could not be written: {why}. Fix: {fix}"
+        hint = "use another output, or allow this user to write there"
+        return f"{path} could not be written: {cause}. Fix: {hint}"
     with suppress(OSError):
-        why += f", {shutil.disk_usage(path.parent).free // 2**20} MiB free"
-    return f"disk full: {path} could not be written ({why}). Fix: free space, or another output"
+        cause += f", {shutil.disk_usage(path.parent).free // 2**20} MiB free"
+    return f"disk full: {path} could not be written ({cause}). Fix: free space, or another output"
 
 
 class AppendedFile:
@@ -159,15 +159,15 @@ class AppendedFile:
             TrainingError: it could not be written, as on a full disk. The file is as before.
         """
         if not self.path.exists():  # otherwise the lines would vanish with the open file
-            what = f"{self.path} was removed or moved during the run"
-            warnings.warn(f"{what}. A new file has only what comes from here on", stacklevel=2)
+            message = f"{self.path} was removed or moved during the run"
+            warnings.warn(f"{message}. A new file has only what comes from here on", stacklevel=2)
             self._file.close()
             make_folder(self.path.parent)
             self._open()
-        left = memoryview(data)
+        remaining = memoryview(data)
         try:
-            while left:
-                left = left[self._file.write(left) :]
+            while remaining:
+                remaining = remaining[self._file.write(remaining) :]
         except OSError as error:
             self._file.truncate(self.size)
             raise TrainingError(reason(self.path, error)) from error

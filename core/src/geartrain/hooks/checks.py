@@ -42,21 +42,21 @@ def check_part(
             _check_hookimpl(part, impl, opts, specs)
             impls.append(impl)
         elif name in specs and _looks_meant(part.plugin, name):
-            what = "has a hook's name but no @hookimpl, so it would never be called"
-            fix = "put @hookimpl above it (overriding a hook in a subclass needs it too)"
-            wrong(part, name, what, f"{fix}, or rename it")
+            message = "has a hook's name but no @hookimpl, so it would never be called"
+            hint = "put @hookimpl above it (overriding a hook in a subclass needs it too)"
+            wrong(part, name, message, f"{hint}, or rename it")
     if not part.info.is_core:
         refuse_misspelt_of_plugin(part.plugin, part.info.kind, part.info.label, specs)
     for hook in sorted(hooks_replaced_by(part)):
         if hook not in {impl.hook for impl in impls}:
-            what = "stands in 'replaces' but is not implemented"
-            wrong(part, hook, what, "implement it or take it out")
+            message = "stands in 'replaces' but is not implemented"
+            wrong(part, hook, message, "implement it or take it out")
         if hook in specs and not is_single(specs[hook]):
-            what = "stands in 'replaces', but every implementation of it is called"
-            wrong(part, hook, what, "take it out")
+            message = "stands in 'replaces', but every implementation of it is called"
+            wrong(part, hook, message, "take it out")
     if not impls and part.info.kind == "plugin" and own_hookspecs(part.plugin) is None:
-        what = f"{part.info.label} has nothing marked with @hookimpl"
-        raise UsageError(f"{what}, so it would do nothing. Fix: mark its hookimpls")
+        message = f"{part.info.label} has nothing marked with @hookimpl"
+        raise UsageError(f"{message}, so it would do nothing. Fix: mark its hookimpls")
     return impls
 
 
@@ -68,28 +68,28 @@ def _check_hookimpl(
         if opts["optionalhook"]:
             return
         brought = "If it is a hook of another plugin or strategy, choose that one too"
-        fix = f"{nearest(hook, specs)} {brought}"
+        hint = f"{nearest(hook, specs)} {brought}"
         if hook in HOOKS:
             kind, provider = HOOKS[hook]
             label = f"{KNOWN[kind, provider]}[{provider}]"
-            fix = f"select {label} (--{kind} {provider}), which brings this hook"
-        wrong(part, name, "implements no known hook", fix)
-    for what, fix in _faults(part.plugin, impl, opts, specs[hook]):
-        wrong(part, name, what, fix)
+            hint = f"select {label} (--{kind} {provider}), which brings this hook"
+        wrong(part, name, "implements no known hook", hint)
+    for message, hint in _faults(part.plugin, impl, opts, specs[hook]):
+        wrong(part, name, message, hint)
 
 
 def _faults(plugin: Any, impl: Impl, opts: Any, caller: HookCaller) -> Iterator[tuple[str, str]]:
     """Yield each fault of an implementation of a known hook, and the fix."""
     if opts["tryfirst"] or opts["trylast"]:
-        fix = "order is the order in which plugins are given; take it out"
-        yield "asks for tryfirst or trylast", fix
+        hint = "order is the order in which plugins are given; take it out"
+        yield "asks for tryfirst or trylast", hint
     if opts["hookwrapper"]:
-        fix = "write @hookimpl(wrapper=True) and return the result of the yield"
-        yield "uses the old hookwrapper=True", fix
+        hint = "write @hookimpl(wrapper=True) and return the result of the yield"
+        yield "uses the old hookwrapper=True", hint
     function = getattr(plugin, impl.attribute)
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        fix = "write 'def'; asyncio.run(...) inside it runs a coroutine"
-        yield "is 'async def', and nothing would await it", fix
+        hint = "write 'def'; asyncio.run(...) inside it runs a coroutine"
+        yield "is 'async def', and nothing would await it", hint
     yields = inspect.isgeneratorfunction(function)
     if impl.wrapper and not yields:
         yield "is marked wrapper=True but does not yield", wrapper_form(caller)
@@ -100,21 +100,21 @@ def _faults(plugin: Any, impl: Impl, opts: Any, caller: HookCaller) -> Iterator[
     if inspect.ismethod(function) and function.__self__ is plugin:
         first = next(iter(inspect.signature(function.__func__).parameters), None)
         if first in known:
-            fix = f"def {impl.attribute}(self, {first}, ...)"
-            yield f"has no 'self', and would get the plugin as {first!r}", fix
+            hint = f"def {impl.attribute}(self, {first}, ...)"
+            yield f"has no 'self', and would get the plugin as {first!r}", hint
     for name, parameter in inspect.signature(function).parameters.items():
         has_default = parameter.default is not parameter.empty
         if parameter.kind is parameter.KEYWORD_ONLY:
             yield f"takes {name!r} by keyword only, which pluggy never passes", "take out the '*'"
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            fix = f"name the arguments that it needs: {', '.join(known)}"
-            yield f"takes '*{name}', which would always be empty", fix
+            hint = f"name the arguments that it needs: {', '.join(known)}"
+            yield f"takes '*{name}', which would always be empty", hint
         if name in known and has_default:
-            what = f"gives {name!r} a default, which every call of the hook overrules"
-            yield what, "take out the default"
+            message = f"gives {name!r} a default, which every call of the hook overrules"
+            yield message, "take out the default"
         if name not in known and not has_default:
-            fix = f"the hook is {impl.hook}({', '.join(known)}). {nearest(name, known)}"
-            yield f"takes an argument {name!r} that the hook does not have", fix
+            hint = f"the hook is {impl.hook}({', '.join(known)}). {nearest(name, known)}"
+            yield f"takes an argument {name!r} that the hook does not have", hint
 
 
 def own_hookspecs(plugin: Any) -> ModuleType | None:
@@ -150,8 +150,8 @@ def hooks_replaced_by(part: LoadedPlugin) -> frozenset[str]:
     """
     named = getattr(part.plugin, "replaces", ())
     if isinstance(named, str):  # frozenset would make letters of it
-        fix = f"replaces = {{{named!r}}}, a set of hooks"
-        raise UsageError(f"{part.info.label}: its replaces = {named!r} is a string. Fix: {fix}")
+        hint = f"replaces = {{{named!r}}}, a set of hooks"
+        raise UsageError(f"{part.info.label}: its replaces = {named!r} is a string. Fix: {hint}")
     return frozenset(named)
 
 

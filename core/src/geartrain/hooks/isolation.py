@@ -36,16 +36,16 @@ def guarded(
         if hook == "on_run_start" and isinstance(error, UsageError):  # refuses before training
             raise error
         if not failed:
-            what = f"{part.info.label}: {hook} raised {type(error).__name__}: {error}"
-            warnings.warn(f"{what}. The run continues without this plugin.", stacklevel=3)
+            message = f"{part.info.label}: {hook} raised {type(error).__name__}: {error}"
+            warnings.warn(f"{message}. The run continues without this plugin.", stacklevel=3)
         failed.append(error)
 
     replacement = types.SimpleNamespace()
     for impl in impls:
         if impl.wrapper:
-            what = "is a wrapper, and errors_are_warnings = True covers events only"
-            fix = "use an event, as on_step_end, or take out errors_are_warnings"
-            wrong(part, impl.attribute, what, fix)
+            message = "is a wrapper, and errors_are_warnings = True covers events only"
+            hint = "use an event, as on_step_end, or take out errors_are_warnings"
+            wrong(part, impl.attribute, message, hint)
         function, hook = getattr(part.plugin, impl.attribute), impl.hook
         if hook in specs and hook != "check_plan" and not is_single(specs[hook]):
             out = failed if hook not in _LAST else ()

@@ -199,10 +199,10 @@ class Hooks:
                 info = self._choice_of.get(id(impl.plugin))
                 label = info.label if info else impl.plugin_name
                 found = impl.function, unchecked(impl.function)  # freezing takes the second
-                new, own = (decorator(function, impl, hook, label) for function in found)
+                new, unchanged = (decorator(function, impl, hook, label) for function in found)
                 if new is not found[0]:
                     functools.update_wrapper(new, found[0])
-                    new.unchecked = functools.update_wrapper(own, found[1])  # type: ignore[attr-defined]
+                    new.unchecked = functools.update_wrapper(unchanged, found[1])  # type: ignore[attr-defined]
                     impl.function = new  # type: ignore[misc]
 
     def is_single(self, hook: str) -> bool:
@@ -219,9 +219,9 @@ class Hooks:
             taken = [name for name in brought if hasattr(Hooks, name) or hasattr(hook, name)]
             if taken or not brought:
                 names = ", ".join(taken)
-                what = f"redefine {names}" if taken else "have nothing marked with @hookspec"
-                fix = "mark new hooks, with new names"
-                raise UsageError(f"{part.info.label}: its hookspecs {what}. Fix: {fix}")
+                message = f"redefine {names}" if taken else "have nothing marked with @hookspec"
+                hint = "mark new hooks, with new names"
+                raise UsageError(f"{part.info.label}: its hookspecs {message}. Fix: {hint}")
             self._manager.add_hookspecs(module)
 
     # --- owners -----------------------------------------------------------------------------------
@@ -231,18 +231,18 @@ class Hooks:
         for hook in filter(self.is_single, self._specs):
             plain = [part for part in self._parts if self._plain(part, hook)]
             ours = [part for kind in _OWNERS for part in plain if part.info.kind == kind]
-            theirs = [part for part in plain if part.info.kind not in _OWNERS]
-            for part in theirs:
+            others = [part for part in plain if part.info.kind not in _OWNERS]
+            for part in others:
                 if ours and hook not in hooks_replaced_by(part):
                     owner = ours[0].info.label
-                    what = f"would silently switch off {hook} of {owner}, which owns it"
+                    message = f"would silently switch off {hook} of {owner}, which owns it"
                     replace = f"Or, to replace the owner, say replaces = {{{hook!r}}} on the class."
-                    wrong(part, hook, what, f"{wrapper_form(self._specs[hook])}\n{replace}")
-            claims = theirs or ours
+                    wrong(part, hook, message, f"{wrapper_form(self._specs[hook])}\n{replace}")
+            claims = others or ours
             if len(claims) > 1 and claims[0].info.kind == claims[1].info.kind:
                 both = f"{claims[0].info.label} and {claims[1].info.label}"
-                what, fix = f"{both} both mean to own the hook {hook!r}", "choose one of them"
-                raise UsageError(f"{what}. Fix: {fix}, or make one a wrapper.")
+                message, hint = f"{both} both mean to own the hook {hook!r}", "choose one of them"
+                raise UsageError(f"{message}. Fix: {hint}, or make one a wrapper.")
             if claims:
                 owners[hook] = claims[0]
                 for part in plain:
@@ -253,8 +253,8 @@ class Hooks:
             for hook in sorted(getattr(part.plugin, "must_own", ())):
                 if owners[hook] is not part:
                     owner = owners[hook].info.label
-                    what = f"{part.info.label} must own the hook {hook!r}, and {owner} does"
-                    raise UsageError(f"{what}. Fix: use one without the other")
+                    message = f"{part.info.label} must own the hook {hook!r}, and {owner} does"
+                    raise UsageError(f"{message}. Fix: use one without the other")
         return owners
 
     def _plain(self, part: LoadedPlugin, hook: str) -> list[str]:
@@ -347,12 +347,16 @@ class Hooks:
                 continue
             # Two plugins may have inherited one function: then the frame has the plugin's object.
             found, objects = impls[frame.f_code], frame.f_locals.values()
-            bound = [one for one in found if any(one[0].plugin is value for value in objects)]
+            bound = [
+                candidate
+                for candidate in found
+                if any(candidate[0].plugin is value for value in objects)
+            ]
             impl, hook = (bound or found)[0]
             choice = self._choice_of.get(id(impl.plugin))
             if choice is None:
-                whose = f"{impl.plugin_name}, which was registered by hand"
-                error.add_note(f"raised in hook {hook!r} of {whose}")
+                owner = f"{impl.plugin_name}, which was registered by hand"
+                error.add_note(f"raised in hook {hook!r} of {owner}")
             elif not choice.is_core:
                 error.add_note(f"raised in hook {hook!r} of {choice.label}")
             return

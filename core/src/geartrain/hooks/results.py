@@ -32,8 +32,8 @@ def require_result(caller: HookCaller, is_owned: bool) -> None:
 
 def unchecked(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return an owner's own function, which the loop calls after the hooks are frozen."""
-    own: Callable[..., Any] = getattr(function, "unchecked", function)
-    return own
+    original: Callable[..., Any] = getattr(function, "unchecked", function)
+    return original
 
 
 def _returning(impl: HookImpl, hook: str, returns: str) -> Callable[..., Any]:
@@ -43,8 +43,8 @@ def _returning(impl: HookImpl, hook: str, returns: str) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
         result = function(*arguments)
         if result is None:
-            what = f"{impl.plugin_name}: its hookimpl {hook!r} returned None"
-            raise _lost(hook, what, f"return {returns}")
+            message = f"{impl.plugin_name}: its hookimpl {hook!r} returned None"
+            raise _lost(hook, message, f"return {returns}")
         return result
 
     call.unchecked = function  # type: ignore[attr-defined]
@@ -81,10 +81,10 @@ class _Wrapper:
         except StopIteration as end:
             if end.value is not None or result is None:
                 raise
-        hook, whose = self._caller.name, self._impl.plugin_name
+        hook, owner = self._caller.name, self._impl.plugin_name
         lost = f"made None of the owner's {type(result).__name__}"
-        what = f"{whose}: its wrapper of the hook {hook!r} {lost}"
-        raise _lost(hook, what, wrapper_form(self._caller))
+        message = f"{owner}: its wrapper of the hook {hook!r} {lost}"
+        raise _lost(hook, message, wrapper_form(self._caller))
 
     @property
     def gi_code(self) -> CodeType:

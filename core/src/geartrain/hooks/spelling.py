@@ -84,11 +84,11 @@ def refuse_misspelt(
             is_own = meant is None or meant in space or _is_called(name, spaces)
             # If there is a hint, warn_of_others names the framework that would call it.
             if not is_own and not hint("method", name):
-                what = f"would never be called. Did you mean {meant!r}?"
-                raise UsageError(f"{whose}: its {name} {what} Fix: rename it")
+                message = f"would never be called. Did you mean {meant!r}?"
+                raise UsageError(f"{whose}: its {name} {message} Fix: rename it")
         elif (meant := nearly(name, values)) is not None and isinstance(value, _VALUES[meant]):
-            what = f"{whose}: nothing reads its {name} = {value!r}"
-            raise UsageError(f"{what}. Did you mean {meant!r}? Fix: rename it")
+            message = f"{whose}: nothing reads its {name} = {value!r}"
+            raise UsageError(f"{message}. Did you mean {meant!r}? Fix: rename it")
         elif name == "requires" and "replaces" in values and isinstance(value, _NAMES):
             raise UsageError(
                 f"{whose}: nothing reads its requires = {value!r}. Fix: replaces = {{HOOK}} to own "
@@ -131,18 +131,18 @@ def warn_of_others(
         base: the class of geartrain's that ``thing`` extends.
         modules: True if methods of a Module and of Lightning's callbacks count too.
     """
-    ours = on_methods() | _STEPS if modules else frozenset[str]()
+    known = on_methods() | _STEPS if modules else frozenset[str]()
     spaces = _spaces(thing, base)
     for _, name, value in _public(spaces, base):
         if not inspect.isroutine(value) or hasattr(value, "geartrain_impl"):
             continue
-        if name in ours or nearly(name, ours) is not None:
+        if name in known or nearly(name, known) is not None:
             caller = "a Module or a Callback"
         else:
             caller = hint("method", name) if name.startswith("on_") else ""
         if caller and not _is_called(name, spaces):
-            what = f"{whose}: its {name} is a method of {caller}, and nothing calls it here"
-            warnings.warn(f"{what}. Fix: {fix}", stacklevel=3)
+            message = f"{whose}: its {name} is a method of {caller}, and nothing calls it here"
+            warnings.warn(f"{message}. Fix: {fix}", stacklevel=3)
 
 
 @functools.cache
@@ -205,7 +205,9 @@ def _is_called(name: str, spaces: Iterable[_Space]) -> bool:
     """True if another function of the class, or of the module, uses the name."""
     others = [value for space in spaces for key, value in space.items() if key != name]
     functions = [inspect.unwrap(other) for other in others if inspect.isroutine(other)]
-    return any(_uses(one.__code__, name) for one in functions if hasattr(one, "__code__"))
+    return any(
+        _uses(function.__code__, name) for function in functions if hasattr(function, "__code__")
+    )
 
 
 def _uses(code: types.CodeType, name: str) -> bool:

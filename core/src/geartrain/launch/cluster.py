@@ -141,8 +141,8 @@ def _by_hand(environ: Mapping[str, str]) -> ClusterEnvironment | None:
     rank = read_numbers(environ, "RANK")
     local_size = read_numbers(environ, "LOCAL_WORLD_SIZE")
     if local_size is None and node and not rank:
-        what = f"NODE_RANK={node}: how many processes a node holds is not known"
-        raise UsageError(f"{what}. Fix: set RANK or LOCAL_WORLD_SIZE too")
+        message = f"NODE_RANK={node}: how many processes a node holds is not known"
+        raise UsageError(f"{message}. Fix: set RANK or LOCAL_WORLD_SIZE too")
     if local_size is None:
         # All nodes have equally many processes: the rank gives the number, or there is one node.
         local_size = [(rank[0] - local_rank) // node] if rank and node else [size]
@@ -158,13 +158,15 @@ def _with_address(place: ClusterEnvironment, environ: Mapping[str, str]) -> Clus
         if place.nodes > 1 and place.connects:
             return place
         if place.nodes > 1:
-            what = f"{place.launcher} started {place.size} processes on {place.nodes} nodes"
-            raise UsageError(f"{what}, and none knows where rank 0 is. Fix: set MASTER_ADDR")
+            message = f"{place.launcher} started {place.size} processes on {place.nodes} nodes"
+            raise UsageError(f"{message}, and none knows where rank 0 is. Fix: set MASTER_ADDR")
         address = "127.0.0.1"
     given = read_numbers(environ, "MASTER_PORT")
     # Every rank derives the same port from the job's name; MASTER_PORT replaces it if it is in use.
     if given is None and place.job is None and place.nodes > 1:
-        what = f"{place.launcher} names no job from which {place.nodes} nodes could derive a port"
-        raise UsageError(f"{what}. Fix: set MASTER_PORT")
+        message = (
+            f"{place.launcher} names no job from which {place.nodes} nodes could derive a port"
+        )
+        raise UsageError(f"{message}. Fix: set MASTER_PORT")
     derived = 20000 + zlib.crc32((place.job or str(os.getppid())).encode()) % 20000
     return replace(place, master_addr=address, master_port=given[0] if given else derived)

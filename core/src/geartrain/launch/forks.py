@@ -71,12 +71,12 @@ if hasattr(os, "register_at_fork"):
 @contextmanager
 def not_inherited(*descriptors: int) -> Iterator[None]:
     """Close these descriptors in every child that is forked inside, and here at the end."""
-    mine = os.getpid()
+    pid = os.getpid()
     _own_descriptors.update(descriptors)
     try:
         yield
     finally:
-        if os.getpid() == mine:  # a forked child has closed them already
+        if os.getpid() == pid:  # a forked child has closed them already
             _own_descriptors.difference_update(descriptors)
             for descriptor in descriptors:
                 os.close(descriptor)

@@ -44,7 +44,9 @@ def evaluate(run: Run, stage: str) -> Any:
             returns = stage == "predict" and run.trainer.return_predictions is not False
             if returns:
                 pairs = zip(outputs, loaders, strict=True)
-                outputs = [run.ranks.outputs(run, mine, loader) for mine, loader in pairs]
+                outputs = [
+                    run.ranks.outputs(run, rank_outputs, loader) for rank_outputs, loader in pairs
+                ]
             collected = outputs[0] if len(outputs) == 1 else outputs
             if epoch_end is not None or hooks.implementers("on_validation_epoch_end"):
                 run.logs.refresh_epoch()

@@ -130,8 +130,8 @@ def backward(run: Run, loss: torch.Tensor) -> None:
                 "requires_grad=True, without .detach(), .item() or torch.no_grad()"
             ) from error
         if loss.numel() != 1:
-            what = f"the loss must be one number, and this one has the shape {list(loss.shape)}"
-            raise TrainingError(f"{what}. Fix: return its .mean() or .sum()") from error
+            message = f"the loss must be one number, and this one has the shape {list(loss.shape)}"
+            raise TrainingError(f"{message}. Fix: return its .mean() or .sum()") from error
         raise
 
 
@@ -240,11 +240,11 @@ def _train_batches(run: Run) -> None:
         run.loop.step_output = run.batch = None
         close_batches(device_batches, loader)
     if run.batch_idx == 0 and not ended:
-        what, fix = "gave no batch", "look at its dataset, batch_size and drop_last"
+        message, hint = "gave no batch", "look at its dataset, batch_size and drop_last"
         if isinstance(loader, Iterator) and run.loop.batches_seen:
-            what = "is an iterator, which earlier epochs have read to its end"
-            fix = "use a DataLoader or a list"
-        raise TrainingError(f"the training loader {what}. Fix: {fix}")
+            message = "is an iterator, which earlier epochs have read to its end"
+            hint = "use a DataLoader or a list"
+        raise TrainingError(f"the training loader {message}. Fix: {hint}")
 
 
 def _windows(batches: Iterator[Any], size: int) -> Iterator[Sequence[Any]]:
@@ -287,8 +287,8 @@ def _may_stop(run: Run) -> bool:
     if run.epoch >= epochs and run.step >= steps:
         return True
     if run.world.rank == 0:
-        what = f"should_stop waits for min_epochs={epochs} and min_steps={steps}"
-        warnings.warn(what, stacklevel=1)  # of this line, so that Python shows it once
+        message = f"should_stop waits for min_epochs={epochs} and min_steps={steps}"
+        warnings.warn(message, stacklevel=1)  # of this line, so that Python shows it once
     return False
 
 
@@ -318,13 +318,13 @@ def _warn_if_untrained(run: Run, versions: list[int]) -> None:
     if versions != _versions(run) or any(p.grad is not None for p in stepped):
         return
     if any(parameter.grad is not None for parameter in run.module.parameters()):
-        why = "gradients reached only parameters that no optimizer steps"
-        fix = "give configure_optimizers the parameters of the loss"
+        reason = "gradients reached only parameters that no optimizer steps"
+        hint = "give configure_optimizers the parameters of the loss"
     else:
-        why = "every training_step returned None, or a plugin dropped its gradients"
-        fix = "return the loss from training_step"
-    what = "no step of the first epoch trained anything"
-    warnings.warn(f"{what}: {why}. Fix: {fix}", stacklevel=2)
+        reason = "every training_step returned None, or a plugin dropped its gradients"
+        hint = "return the loss from training_step"
+    message = "no step of the first epoch trained anything"
+    warnings.warn(f"{message}: {reason}. Fix: {hint}", stacklevel=2)
 
 
 # --- when to validate -----------------------------------------------------------------------------
@@ -368,8 +368,8 @@ def _validation_interval(run: Run) -> int | None:
         return None
     if isinstance(interval, float):
         if total is None:
-            what = f"val_check_interval={interval} of a training loader without length"
-            raise UsageError(f"{what}. Fix: use a whole number of batches")
+            message = f"val_check_interval={interval} of a training loader without length"
+            raise UsageError(f"{message}. Fix: use a whole number of batches")
         return max(1, int(total * interval))
     counts_each_epoch = run.plan.options.check_val_every_n_epoch is not None
     if counts_each_epoch and total is not None and interval > total:

@@ -41,9 +41,9 @@ def loss_in(run: Run, output: Any) -> torch.Tensor | None:
         return output["loss"]  # type: ignore[no-any-return]
     if output is not None:
         kind = type(output).__name__
-        what = f"a dict with {sorted(map(str, output))}" if isinstance(output, Mapping) else kind
-        fix = "return the loss, a dict with it under 'loss', or None to skip the batch"
-        raise TrainingError(f"training_step returned {what}. Fix: {fix}")
+        message = f"a dict with {sorted(map(str, output))}" if isinstance(output, Mapping) else kind
+        hint = "return the loss, a dict with it under 'loss', or None to skip the batch"
+        raise TrainingError(f"training_step returned {message}. Fix: {hint}")
     if run.world.size > 1:
         raise TrainingError(
             f"training_step returned None on rank {run.world.rank}: "
@@ -132,7 +132,7 @@ def _number(run: Run, weight: Any) -> float | torch.Tensor:
     Raises:
         TrainingError: it is not a number, or is known to be negative, infinite or NaN.
     """
-    what = "one number"
+    message = "one number"
     if isinstance(weight, torch.Tensor) and weight.numel() == 1 and weight.dtype != torch.bool:
         weight = weight.detach().reshape(())
         if weight.device.type == "cuda" and not weight.is_complex():
@@ -144,9 +144,9 @@ def _number(run: Run, weight: Any) -> float | torch.Tensor:
     if isinstance(weight, Real) and not isinstance(weight, bool):
         if 0 <= (value := float(weight)) < math.inf:
             return value
-        what = "finite and not negative"
+        message = "finite and not negative"
     raise TrainingError(
-        f"training_step returned the weight {weight!r}, which is not {what}. {_FIX}"
+        f"training_step returned the weight {weight!r}, which is not {message}. {_FIX}"
     )
 
 

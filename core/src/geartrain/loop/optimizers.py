@@ -100,17 +100,17 @@ def _read_forms(returned: Any) -> tuple[list[Optimizer], list[Schedule]]:
 
 def _from_dicts(dicts: Sequence[Mapping[str, Any]]) -> tuple[list[Optimizer], list[Schedule]]:
     optimizers, schedules = [], []
-    for one in dicts:
-        unknown = set(one) - {"optimizer", "lr_scheduler", "monitor"}
-        if unknown or not isinstance(one.get("optimizer"), Optimizer):
-            what = ", ".join(sorted(map(repr, unknown))) or "no optimizer under 'optimizer'"
+    for dict in dicts:
+        unknown = set(dict) - {"optimizer", "lr_scheduler", "monitor"}
+        if unknown or not isinstance(dict.get("optimizer"), Optimizer):
+            message = ", ".join(sorted(map(repr, unknown))) or "no optimizer under 'optimizer'"
             raise UsageError(
-                f"configure_optimizers: a dict has {what}. It takes 'optimizer', 'lr_scheduler' "
+                f"configure_optimizers: a dict has {message}. It takes 'optimizer', 'lr_scheduler' "
                 "and 'monitor'; every optimizer steps each time."
             )
-        optimizers.append(one["optimizer"])
-        if one.get("lr_scheduler") is not None:
-            schedules.append(_schedule(one["lr_scheduler"], one.get("monitor")))
+        optimizers.append(dict["optimizer"])
+        if dict.get("lr_scheduler") is not None:
+            schedules.append(_schedule(dict["lr_scheduler"], dict.get("monitor")))
     return optimizers, schedules
 
 
@@ -126,8 +126,8 @@ def _schedule(given: Any, monitor: str | None = None) -> Schedule:
     if not callable(getattr(schedule.scheduler, "step", None)):
         raise UsageError(f"configure_optimizers: {schedule.scheduler!r} is not a scheduler.")
     if schedule.interval not in ("epoch", "step") or schedule.frequency < 1:
-        what = f"interval={schedule.interval!r}, frequency={schedule.frequency!r}"
-        raise UsageError(f"configure_optimizers: {what}: 'epoch' or 'step', at least 1.")
+        message = f"interval={schedule.interval!r}, frequency={schedule.frequency!r}"
+        raise UsageError(f"configure_optimizers: {message}: 'epoch' or 'step', at least 1.")
     if isinstance(schedule.scheduler, ReduceLROnPlateau):
         schedule.reduce_on_plateau = True
     if schedule.reduce_on_plateau and schedule.monitor is None:
@@ -140,8 +140,8 @@ def _schedule(given: Any, monitor: str | None = None) -> Schedule:
 
 def zero_grad(optimizer: Optimizer) -> None:
     """Call ``optimizer.zero_grad()``, without its bookkeeping, which costs 5 µs a step."""
-    own = getattr(optimizer.zero_grad, "__func__", None)
-    if own is not Optimizer.zero_grad:  # overridden, as by horovod
+    function = getattr(optimizer.zero_grad, "__func__", None)
+    if function is not Optimizer.zero_grad:  # overridden, as by horovod
         optimizer.zero_grad()
         return
     for group in optimizer.param_groups:
@@ -172,8 +172,8 @@ def mean_over_ranks(run: Run, loss: Any) -> Any:
     """Return the mean of a closure's loss: with different ones, line searches would hang."""
     if run.world.size == 1 or not isinstance(loss, torch.Tensor | float):
         return loss
-    here = torch.as_tensor(loss, device=run.device).detach()
-    return torch.stack(list(run.hooks.all_gather(run=run, tensor=here))).mean()
+    value = torch.as_tensor(loss, device=run.device).detach()
+    return torch.stack(list(run.hooks.all_gather(run=run, tensor=value))).mean()
 
 
 def needs_closure(optimizers: Sequence[Optimizer], automatic: bool = True) -> bool:
@@ -185,7 +185,7 @@ def needs_closure(optimizers: Sequence[Optimizer], automatic: bool = True) -> bo
     Raises:
         UsageError: the loop steps other optimizers too, whose gradients would be of another point.
     """
-    needing = [type(one).__name__ for one in optimizers if _wants_closure(one)]
+    needing = [type(optimizer).__name__ for optimizer in optimizers if _wants_closure(optimizer)]
     if automatic and needing and len(optimizers) > 1:
         raise UsageError(f"{needing[0]} needs a closure and must be the only optimizer.")
     return bool(needing)
@@ -235,8 +235,8 @@ def step_plateaus(run: Run, ends: str = "") -> None:
             schedule.judged = when
             schedule.due = 0
         elif value is None and ends == "epoch":
-            what = f"ReduceLROnPlateau monitors {schedule.monitor!r}, which was not logged"
-            text = f"{what}. {nearest(name, known)}"
+            message = f"ReduceLROnPlateau monitors {schedule.monitor!r}, which was not logged"
+            text = f"{message}. {nearest(name, known)}"
             if schedule.strict:
                 raise UsageError(text)
             warnings.warn(f"{text} Training continues without", stacklevel=2)

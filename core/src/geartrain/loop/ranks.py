@@ -84,5 +84,5 @@ class OneRank:
             Each number's value; each metric's options, which a rank without samples does not know;
             and True if any rank wants to stop.
         """
-        numbers = {name: one for name, one in metrics.items() if one.spec.path is None}
-        return {name: one.value(name) for name, one in numbers.items()}, {}, run.should_stop
+        numbers = {name: metric for name, metric in metrics.items() if metric.spec.path is None}
+        return {name: metric.value(name) for name, metric in numbers.items()}, {}, run.should_stop

@@ -52,8 +52,8 @@ def set_up_loaders(run: Run, stages: Sequence[str] | None = None) -> None:
         is_optional = stage == "validate" and run.command == "fit"
         validates = callable(getattr(run.module, "validation_step", None))
         if is_optional and loaders and not validates:
-            what = f"{type(run.module).__name__} has no validation_step"
-            warnings.warn(f"{what}: its {describe(loaders[0])} is not used", stacklevel=2)
+            problem = f"{type(run.module).__name__} has no validation_step"
+            warnings.warn(f"{problem}: its {describe(loaders[0])} is not used", stacklevel=2)
             loaders = []
         if is_optional and any(isinstance(loader, Iterator) for loader in loaders):
             message = "the validation loader is an iterator, which only one validation can read"
@@ -78,8 +78,8 @@ def set_up_loaders(run: Run, stages: Sequence[str] | None = None) -> None:
 
 
 def _sharded(run: Run, stage: str, loader: Iterable[Any]) -> Iterable[Any]:
-    mine: Iterable[Any] = run.hooks.shard_dataloader(run=run, loader=loader, stage=stage)
-    return mine
+    shard: Iterable[Any] = run.hooks.shard_dataloader(run=run, loader=loader, stage=stage)
+    return shard
 
 
 def _count(loader: Iterable[Any], limit: int | float | None, stage: str) -> int | None:
@@ -124,10 +124,10 @@ def _make_again(run: Run, epoch: int) -> None:
     every, end = options.check_val_every_n_epoch, epoch + options.reload_dataloaders_every_n_epochs
     validates = every is None or end // every > epoch // every
     end_all_workers(run)
-    now, before = run.epoch, {name: stage.loaders for name, stage in run.stages.items()}
+    current, before = run.epoch, {name: stage.loaders for name, stage in run.stages.items()}
     run.epoch = epoch  # the methods may read trainer.current_epoch
     set_up_loaders(run, ("train", "validate") if validates else ("train",))
-    run.epoch = now
+    run.epoch = current
     for name, loaders in before.items():  # a strategy draws a new seed if the plan has none
         for old, new in zip(loaders, run.stages[name].loaders, strict=False):
             set_order_seeds(new, order_seeds(old))

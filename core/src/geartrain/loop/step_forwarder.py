@@ -78,8 +78,8 @@ class StepForwarder(nn.Module):
             full = 2 if method == "training_step" else 3
             if self.wrapped or self._arity[method] < full or method in self._ends:
                 return partial(self, method)
-            own: Callable[..., Any] = getattr(self.module, method)
-            return own
+            method_of_module: Callable[..., Any] = getattr(self.module, method)
+            return method_of_module
 
         calls = {name: direct(name) for name in self._arity}
         if model is not self and "training_step" in calls:
@@ -132,24 +132,26 @@ def check_module(module: Any, command: str) -> None:
     forward = getattr(module, "forward", None)
     unwritten = getattr(forward, "__func__", forward) is nn.Module.forward
     if step == "predict_step" and unwritten and not overridden(module, step):
-        what = f"{cls.__name__} has neither predict_step nor forward, which predict needs"
-        raise UsageError(f"{what}. Fix: define one of them")
+        message = f"{cls.__name__} has neither predict_step nor forward, which predict needs"
+        raise UsageError(f"{message}. Fix: define one of them")
     makes_optimizers = getattr(cls, "configure_optimizers", None)
     if command == "fit" and makes_optimizers is Module.configure_optimizers:
-        fix = "return an optimizer from it, or None to step nothing"
-        raise UsageError(f"{cls.__name__} has no configure_optimizers. Fix: {fix}")
+        remedy = "return an optimizer from it, or None to step nothing"
+        raise UsageError(f"{cls.__name__} has no configure_optimizers. Fix: {remedy}")
     methods = [name for name, thing in vars(Module).items() if inspect.isfunction(thing)]
     for name in (*STEPS, *methods):
         _check_method(module, cls, name)
     refuse_unrun(cls, (*STEPS, *(f"{name}_end" for name in STEPS), *vars(Module)))
     # Module's own methods of these names are for manual optimisation: a subclass may override them.
     manual = not module.automatic_optimization
-    own = {method for method in vars(Module) if manual or not overridden(module, method)}
-    _refuse_not_called(cls, "Module", NOT_CALLED - own)
+    allowed = {method for method in vars(Module) if manual or not overridden(module, method)}
+    _refuse_not_called(cls, "Module", NOT_CALLED - allowed)
     for name in sorted(OVERRIDES - {"backward"}):
         if command == "fit" and manual and overridden(module, name):
-            what = f"{cls.__name__}.{name} would never be called: automatic_optimization is False"
-            raise UsageError(f"{what}. Fix: do it in training_step, and remove the method")
+            message = (
+                f"{cls.__name__}.{name} would never be called: automatic_optimization is False"
+            )
+            raise UsageError(f"{message}. Fix: do it in training_step, and remove the method")
 
 
 #: Arguments that Lightning gives a step, or gave it once -> the replacement.
@@ -170,8 +172,8 @@ def _check_method(module: Module | type[Module], cls: type, name: str) -> None:
     method = getattr(module, name, None)
     if not callable(method):
         if method is not None or name not in STEPS:
-            what = f"{cls.__name__}.{name} is {method!r} and no method"
-            raise UsageError(f"{what}. Fix: define it, or leave it out")
+            message = f"{cls.__name__}.{name} is {method!r} and no method"
+            raise UsageError(f"{message}. Fix: define it, or leave it out")
         return
     is_step = name in STEPS
     called = is_step or name.startswith(("on_", "transfer_")) or name in OVERRIDES
@@ -181,15 +183,15 @@ def _check_method(module: Module | type[Module], cls: type, name: str) -> None:
         count = 2 if name == "training_step" else 3
         given, fewest = ["batch", "batch_idx", "dataloader_idx"][:count], 0
     else:
-        own = list(inspect.signature(getattr(Module, name)).parameters.values())[1:]
-        own = [p for p in own if p.kind is p.POSITIONAL_OR_KEYWORD]  # backward has *args
-        given = [p.name for p in own]
-        fewest = len(own) if name in OVERRIDES else sum(p.default is p.empty for p in own)
+        expected = list(inspect.signature(getattr(Module, name)).parameters.values())[1:]
+        expected = [p for p in expected if p.kind is p.POSITIONAL_OR_KEYWORD]  # backward has *args
+        given = [p.name for p in expected]
+        fewest = len(expected) if name in OVERRIDES else sum(p.default is p.empty for p in expected)
     parameters = _parameters(module, method)
     for argument, instead in _NOT_GIVEN.items():
         if is_step and any(p.name == argument and p.default is p.empty for p in parameters):
-            what = f"{cls.__name__}.{name} takes {argument!r}, which it is not given"
-            raise UsageError(f"{what}. Fix: {instead.format(name=name)}")
+            message = f"{cls.__name__}.{name} takes {argument!r}, which it is not given"
+            raise UsageError(f"{message}. Fix: {instead.format(name=name)}")
     # Lightning 1.x's optimizer_step could bind the closure to its optimizer_idx.
     of_another = name in OVERRIDES and any(p.name == "optimizer_idx" for p in parameters)
     if of_another or not any(_binds(parameters, n) for n in range(fewest, len(given) + 1)):
@@ -215,10 +217,10 @@ def check_loader_count(module: Module, stage: str, count: int) -> None:
         parameters, given = _parameters(module, method), arguments + (count > 1)
         fewest = 0 if name.endswith("_step") else given
         if not any(_binds(parameters, n) for n in range(fewest, given + 1)):
-            what = f"no dataloader_idx, and there are {count} loaders"
-            what = "dataloader_idx, and there is one loader" if count == 1 else what
+            message = f"no dataloader_idx, and there are {count} loaders"
+            message = "dataloader_idx, and there is one loader" if count == 1 else message
             raise TrainingError(
-                f"{type(module).__name__}.{name} takes {what} to {stage}. "
+                f"{type(module).__name__}.{name} takes {message} to {stage}. "
                 "Fix: dataloader_idx=0 as its last argument"
             )
 
@@ -246,13 +248,13 @@ def refuse_unrun(cls: type, names: Iterable[str]) -> None:
         UsageError: one of ``names`` yields or is ``async def``.
     """
     for name in names:
-        function, whose = getattr(cls, name, None), f"{cls.__name__}.{name}"
+        function, owner = getattr(cls, name, None), f"{cls.__name__}.{name}"
         if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-            what = "is 'async def', and nothing would await it. Fix: write 'def'"
-            raise UsageError(f"{whose} {what}")
+            message = "is 'async def', and nothing would await it. Fix: write 'def'"
+            raise UsageError(f"{owner} {message}")
         if inspect.isgeneratorfunction(function):
-            what = "yields, so calling it would run nothing. Fix: take out the 'yield'"
-            raise UsageError(f"{whose} {what}")
+            message = "yields, so calling it would run nothing. Fix: take out the 'yield'"
+            raise UsageError(f"{owner} {message}")
 
 
 def check_data(data: Any) -> None:
@@ -262,13 +264,13 @@ def check_data(data: Any) -> None:
         UsageError: no DataModule, or a method that geartrain would never call.
     """
     if not isinstance(data, DataModule):
-        what = f"datamodule={data!r} is not a geartrain.DataModule"
-        raise UsageError(f"{what}. Fix: subclass geartrain.DataModule")
+        message = f"datamodule={data!r} is not a geartrain.DataModule"
+        raise UsageError(f"{message}. Fix: subclass geartrain.DataModule")
     refuse_misspelt(data, type(data).__name__, DATA, base=DataModule)
     for name in ("prepare_data", "setup", "teardown"):
         if not callable(getattr(data, name)):
-            what = f"{type(data).__name__}.{name} is {getattr(data, name)!r} and no method"
-            raise UsageError(f"{what}. Fix: define it, or leave it out")
+            message = f"{type(data).__name__}.{name} is {getattr(data, name)!r} and no method"
+            raise UsageError(f"{message}. Fix: define it, or leave it out")
     refuse_unrun(type(data), ("prepare_data", "setup", "teardown"))
     _refuse_not_called(type(data), "DataModule", NOT_CALLED_OF_DATA)
 
@@ -277,5 +279,5 @@ def _refuse_not_called(cls: type, base: str, methods: Iterable[str]) -> None:
     for method in sorted(methods):
         if hasattr(cls, method):
             instead = hint(f"method of {base}", method)
-            fix = f"Use instead: {instead}" if instead else "Fix: take it out"
-            raise UsageError(f"{cls.__name__}.{method} would never be called. {fix}")
+            remedy = f"Use instead: {instead}" if instead else "Fix: take it out"
+            raise UsageError(f"{cls.__name__}.{method} would never be called. {remedy}")

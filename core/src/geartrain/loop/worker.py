@@ -84,17 +84,17 @@ def init_process_group(run: Run) -> None:
     """
     world = run.hooks.setup_process_group(run=run)
     owner = run.hooks.owner("setup_process_group")
-    whose = owner.label if owner else "geartrain"
+    label = owner.label if owner else "geartrain"
     if not isinstance(world, World):
         raise TrainingError(
-            f"{whose}: setup_process_group returned {world!r}. "
+            f"{label}: setup_process_group returned {world!r}. "
             "Fix: return geartrain.World(rank, size, local_rank, local_size, node_rank)"
         )
     run.world = world
     planned = run.plan.processes
     if planned is not None and run.world.size != planned:
         raise TrainingError(
-            f"the plan has {planned} processes, but setup_process_group of {whose} made a world of "
+            f"the plan has {planned} processes, but setup_process_group of {label} made a world of "
             f"{run.world.size}: each would train alone. Fix: let the strategy join all of them, or "
             "devices=1"
         )
@@ -122,8 +122,8 @@ def _attach(run: Run, source: DataSource) -> None:
 def _set_up_model(run: Run, start: Start) -> None:
     asleep = sum(not part.training for part in run.module.modules())
     if run.command == "fit" and asleep:
-        what = f"{asleep} submodules are in eval mode and stay so in training"
-        warnings.warn(f"{what}. Fix if unmeant: model.train() before fit", stacklevel=2)
+        message = f"{asleep} submodules are in eval mode and stay so in training"
+        warnings.warn(f"{message}. Fix if unmeant: model.train() before fit", stacklevel=2)
     run.model = run.hooks.wrap_model(run=run, model=run.loop.unwrapped)
     wrappers = run.hooks.implementers("wrap_model")
     run.loop.unwrapped.wrapped = any(not plugin.is_core for plugin in wrappers)
@@ -133,8 +133,8 @@ def _set_up_model(run: Run, start: Start) -> None:
         _warn_of_parameters_without_optimizer(run, optimizers)
         automatic = run.module.automatic_optimization
         if automatic != (run.mode == "automatic"):
-            what = f"{type(run.module).__name__}.automatic_optimization became {automatic}"
-            raise UsageError(f"{what} after fit had begun. Fix: set it in __init__")
+            message = f"{type(run.module).__name__}.automatic_optimization became {automatic}"
+            raise UsageError(f"{message} after fit had begun. Fix: set it in __init__")
         run.loop.needs_closure = needs_closure(optimizers, automatic)
         run.optimizers = [run.hooks.wrap_optimizer(run=run, optimizer=o) for o in optimizers]
         if not optimizers:

@@ -76,8 +76,10 @@ class WrappedModule(Module):
             return self._loss(output, _parts(batch)[1])
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if not isinstance(loss, torch.Tensor):
-            what = f"{type(self.model).__name__} gave {type(output).__name__} without a loss in it"
-            raise TrainingError(f"{what}. Fix: loss=FUNCTION")
+            message = (
+                f"{type(self.model).__name__} gave {type(output).__name__} without a loss in it"
+            )
+            raise TrainingError(f"{message}. Fix: loss=FUNCTION")
         return loss
 
 
@@ -111,13 +113,13 @@ def as_module(command: str, model: Any, loss: Any, optimizer: Any) -> Any:
         model = model.model  # of the trainer's last run
     if isinstance(model, Module) or not isinstance(model, nn.Module):
         if loss is not None or optimizer is not None:
-            what = f"{type(model).__name__} has its own"
-            raise UsageError(f"loss= and optimizer= belong to a plain nn.Module; {what}")
+            message = f"{type(model).__name__} has its own"
+            raise UsageError(f"loss= and optimizer= belong to a plain nn.Module; {message}")
         return model
     name = type(model).__name__
     if loss is not None and not callable(loss):
-        fix = "loss(output, target), such as torch.nn.functional.cross_entropy"
-        raise UsageError(f"loss={loss!r} is no function. Fix: {fix}")
+        hint = "loss(output, target), such as torch.nn.functional.cross_entropy"
+        raise UsageError(f"loss={loss!r} is no function. Fix: {hint}")
     if isinstance(loss, type):
         raise UsageError(f"loss={loss.__name__} is a class. Fix: loss={loss.__name__}()")
     if command == "fit" and not (callable(optimizer) or isinstance(optimizer, Optimizer)):
@@ -127,8 +129,8 @@ def as_module(command: str, model: Any, loss: Any, optimizer: Any) -> Any:
             "geartrain.Module"
         )
     if isinstance(optimizer, Optimizer):
-        own = {id(parameter) for parameter in model.parameters()}
-        if any(id(parameter) not in own for parameter in parameters_of([optimizer])):
-            what = f"the optimizer steps parameters that {name} does not have"
-            raise UsageError(f"{what}. Fix: make it from model.parameters()")
+        known = {id(parameter) for parameter in model.parameters()}
+        if any(id(parameter) not in known for parameter in parameters_of([optimizer])):
+            message = f"the optimizer steps parameters that {name} does not have"
+            raise UsageError(f"{message}. Fix: make it from model.parameters()")
     return WrappedModule(model, loss, optimizer)

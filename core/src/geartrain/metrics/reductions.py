@@ -44,8 +44,8 @@ def check(name: str, reduce_fx: Any) -> Callable[[torch.Tensor], Any] | None:
     if key(reduce_fx) in NAMED:
         return None
     if callable(reduce_fx):
-        own: Callable[[torch.Tensor], Any] = reduce_fx
-        return own
+        function: Callable[[torch.Tensor], Any] = reduce_fx
+        return function
     known = f"Known: {', '.join(NAMED)}, or a function of a tensor."
     hint = nearest(reduce_fx, NAMED) if isinstance(reduce_fx, str) else known
     raise TrainingError(f"self.log({name!r}, reduce_fx={reduce_fx!r}): unknown reduction. {hint}")
@@ -81,5 +81,5 @@ def apply(name: str, function: Callable[[torch.Tensor], Any], values: list[float
     try:
         return float(result)
     except (TypeError, ValueError, RuntimeError) as error:
-        what = f"reduce_fx={key(function)} gave {result!r}, not one number"
-        raise TrainingError(f"self.log({name!r}): {what}") from error
+        message = f"reduce_fx={key(function)} gave {result!r}, not one number"
+        raise TrainingError(f"self.log({name!r}): {message}") from error

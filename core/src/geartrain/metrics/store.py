@@ -196,8 +196,8 @@ class MetricStore:
                 "Fix: on_step=True for each step, or on_epoch=True for the epoch"
             )
         if spec.rank_zero_only and spec.sync_dist:
-            what = "rank_zero_only and sync_dist contradict each other"
-            raise TrainingError(f"self.log({name!r}): {what}. Fix: take one out")
+            message = "rank_zero_only and sync_dist contradict each other"
+            raise TrainingError(f"self.log({name!r}): {message}. Fix: take one out")
         return _Metric(name, spec, function=reductions.check(name, reduce_fx))
 
     def _keep(self, metric: _Metric, value: nn.Module) -> None:
@@ -328,8 +328,8 @@ class MetricStore:
         """Return values, the options of those with ``sync_dist``, and True if a rank must stop."""
         numbers = {name: share for name, share in shares.items() if share.spec.path is None}
         alone = {name for name, share in numbers.items() if not share.spec.sync_dist}
-        mine = {name: share for name, share in shares.items() if name not in alone}
-        synced, specs, stop = self._run.ranks.reduce(self._run, mine)
+        together = {name: share for name, share in shares.items() if name not in alone}
+        synced, specs, stop = self._run.ranks.reduce(self._run, together)
         values = {n: s.value(n) if n in alone else synced[n] for n, s in numbers.items()}
         return values | synced, specs, stop
 
@@ -514,11 +514,11 @@ def check_name(name: Any) -> None:
     if not isinstance(name, str) or not name:
         raise TrainingError(f"self.log: a metric's name is a non-empty string, not {name!r}")
     if not name.isprintable():
-        what = f"the metric's name {name!r} has a control character"
-        raise TrainingError(f"self.log: {what}. Fix: take it out")
+        message = f"the metric's name {name!r} has a control character"
+        raise TrainingError(f"self.log: {message}. Fix: take it out")
     if name in _OF_EACH_LINE:
-        what = f"metrics.jsonl and loggers write the run's own {name} under this name"
-        raise TrainingError(f"self.log({name!r}): {what}. Fix: use another name, as 'my_{name}'")
+        message = f"metrics.jsonl and loggers write the run's own {name} under this name"
+        raise TrainingError(f"self.log({name!r}): {message}. Fix: use another name, as 'my_{name}'")
 
 
 def scalar(name: str, value: Any) -> Any:
@@ -529,16 +529,16 @@ def scalar(name: str, value: Any) -> Any:
     """
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
-            what = f"a metric is one number, and this tensor has the shape {list(value.shape)}"
-            raise TrainingError(f"self.log({name!r}): {what}. Fix: .mean()?")
+            message = f"a metric is one number, and this tensor has the shape {list(value.shape)}"
+            raise TrainingError(f"self.log({name!r}): {message}. Fix: .mean()?")
         if value.is_cpu:
             return scalar(name, value.item())
         # A copy: the module may change the tensor in place before it is read (a running total).
         return value.detach().clone()
     if isinstance(value, Number) and not isinstance(value, complex):
         return float(value)  # type: ignore[arg-type]
-    what = f"a metric is a number or a tensor of one element, not {type(value).__name__}"
-    raise TrainingError(f"self.log({name!r}): {what}")
+    message = f"a metric is a number or a tensor of one element, not {type(value).__name__}"
+    raise TrainingError(f"self.log({name!r}): {message}")
 
 
 def check_batch_size(name: str, size: Any) -> int:

@@ -95,14 +95,14 @@ class MadeWith:
         left_out = [ignore] if isinstance(ignore, str) else list(ignore)
         for name in (*names, *left_out):
             if not isinstance(name, str):
-                what = f"{called}.save_hyperparameters was given {type(name).__name__}"
-                fix = "names of arguments, or one dict or argparse.Namespace alone"
-                raise ValueError(f"{what}. Fix: {fix}")
+                message = f"{called}.save_hyperparameters was given {type(name).__name__}"
+                hint = "names of arguments, or one dict or argparse.Namespace alone"
+                raise ValueError(f"{message}. Fix: {hint}")
             if name not in arguments:
                 known = ", ".join(arguments) or "none"
-                what = f"{called} was not made with an argument {name!r}, but with {known}"
-                fix = "use one of these; arguments of **kwargs have other names"
-                raise ValueError(f"{what}. Fix: {fix}")
+                message = f"{called} was not made with an argument {name!r}, but with {known}"
+                hint = "use one of these; arguments of **kwargs have other names"
+                raise ValueError(f"{message}. Fix: {hint}")
         kept_names = (set(names) or arguments.keys()) - {*left_out}
         kept = {name: value for name, value in arguments.items() if name in kept_names}
         # The first call replaces the arguments that were kept without one.
@@ -121,8 +121,8 @@ def _inherited(made: Any, frame: FrameType | None) -> dict[str, Any]:
         if not heir.f_code.co_flags & inspect.CO_VARKEYWORDS:
             break
         names, _, keywords, values = inspect.getargvalues(parent)
-        own = {name: values[name] for name in names[1:]}
-        found = {**values.get(keywords or "", {}), **own, **found}
+        arguments = {name: values[name] for name in names[1:]}
+        found = {**values.get(keywords or "", {}), **arguments, **found}
     return found
 
 

@@ -85,8 +85,8 @@ def log(run: Run | None, kind: str, name: str, *value: Any) -> None:
         raise TrainingError(f"log_{kind}({name!r}) needs a name. Fix: use a string")
     if not run.hooks.implementers("log_media"):
         if not run.plan.options.fast_dev_run:
-            fix = "give the run a folder (output=DIR), or choose a logger"
-            warnings.warn(f"log_{kind}({name!r}) goes nowhere. Fix: {fix}", stacklevel=3)
+            hint = "give the run a folder (output=DIR), or choose a logger"
+            warnings.warn(f"log_{kind}({name!r}) goes nowhere. Fix: {hint}", stacklevel=3)
         return
     made = _MAKERS[kind](name, *value)
     if made is not None:
@@ -112,8 +112,10 @@ def _image(name: str, value: Any) -> torch.Tensor:
     try:
         pixels = value.detach().cpu() if channels_first else torch.tensor(_array(value))
     except (TypeError, ValueError, RuntimeError, ImportError) as error:
-        what = f"log_image({name!r}) got {type(value).__name__}"
-        raise TrainingError(f"{what}. Fix: use a tensor, a NumPy array or a PIL image") from error
+        message = f"log_image({name!r}) got {type(value).__name__}"
+        raise TrainingError(
+            f"{message}. Fix: use a tensor, a NumPy array or a PIL image"
+        ) from error
     shape = list(pixels.shape)
     if pixels.dim() == 2:
         pixels = pixels[None, :, :, None]
@@ -123,8 +125,8 @@ def _image(name: str, value: Any) -> torch.Tensor:
         if ends[0] and (channels_first or not ends[1]):
             pixels = pixels.permute(0, 2, 3, 1)
     if pixels.dim() != 4 or pixels.shape[3] not in (1, 3, 4) or not pixels.numel():
-        fix = "use [H, W], [C, H, W] or [N, C, H, W] with 1, 3 or 4 channels"
-        raise TrainingError(f"log_image({name!r}) got the shape {shape}. Fix: {fix}")
+        hint = "use [H, W], [C, H, W] or [N, C, H, W] with 1, 3 or 4 channels"
+        raise TrainingError(f"log_image({name!r}) got the shape {shape}. Fix: {hint}")
     return _grid(_to_uint8(name, pixels))
 
 
@@ -162,9 +164,9 @@ def _grid(images: torch.Tensor) -> torch.Tensor:
     down = -(-count // across)
     shape = (down * (height + 1) - 1, across * (width + 1) - 1, channels)
     grid = torch.full(shape, 255, dtype=torch.uint8)
-    for i, one in enumerate(images):
-        top, left = i // across * (height + 1), i % across * (width + 1)
-        grid[top : top + height, left : left + width] = one
+    for i, image in enumerate(images):
+        top, column = i // across * (height + 1), i % across * (width + 1)
+        grid[top : top + height, column : column + width] = image
     return grid
 
 
@@ -175,9 +177,11 @@ def _figure(name: str, value: Any) -> torch.Tensor:
         TrainingError: no matplotlib figure.
     """
     if not type(value).__module__.startswith("matplotlib.") or not hasattr(value, "savefig"):
-        what = f"log_figure({name!r}) got {type(value).__name__}"
-        fix = "use a matplotlib Figure; for others, the logger's own object: self.logger.experiment"
-        raise TrainingError(f"{what}. Fix: {fix}")
+        message = f"log_figure({name!r}) got {type(value).__name__}"
+        hint = (
+            "use a matplotlib Figure; for others, the logger's own object: self.logger.experiment"
+        )
+        raise TrainingError(f"{message}. Fix: {hint}")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     canvas: Any = FigureCanvasAgg(value)
@@ -199,12 +203,14 @@ def _histogram(name: str, value: Any) -> Histogram | None:
         values = torch.as_tensor(value).detach().flatten()
         values = values.to(torch.float32 if values.device.type == "mps" else torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
-        what = f"log_histogram({name!r}) got {type(value).__name__}"
-        raise TrainingError(f"{what}. Fix: use a tensor or a list of numbers") from error
+        message = f"log_histogram({name!r}) got {type(value).__name__}"
+        raise TrainingError(f"{message}. Fix: use a tensor or a list of numbers") from error
     finite = values[values.isfinite()]
     if (lost := values.numel() - finite.numel()) or not values.numel():
-        what = f"{lost} of {values.numel()} values are NaN or infinite" if lost else "has no values"
-        warnings.warn(f"log_histogram({name!r}): {what}, and left out", stacklevel=4)
+        message = (
+            f"{lost} of {values.numel()} values are NaN or infinite" if lost else "has no values"
+        )
+        warnings.warn(f"log_histogram({name!r}): {message}, and left out", stacklevel=4)
     if not finite.numel():
         return None
     low, high = (float(end) for end in finite.aminmax())
@@ -223,8 +229,8 @@ def _text(name: str, value: Any) -> str:
         TrainingError: no string.
     """
     if not isinstance(value, str):
-        what = f"log_text({name!r}) got {type(value).__name__}"
-        raise TrainingError(f"{what}. Fix: use a string: str(...)")
+        message = f"log_text({name!r}) got {type(value).__name__}"
+        raise TrainingError(f"{message}. Fix: use a string: str(...)")
     return value
 
 
@@ -247,9 +253,9 @@ def _table(name: str, data: Any, columns: Sequence[str] | None = None) -> Table:
     except (AttributeError, TypeError, ValueError):
         fits = False
     if not names or not fits:
-        fix = "log_table(name, {'column': [values], ...}), or (name, rows, columns=[names])"
-        what = "needs columns of equal length, each with a name"
-        raise TrainingError(f"log_table({name!r}) {what}. Fix: {fix}")
+        hint = "log_table(name, {'column': [values], ...}), or (name, rows, columns=[names])"
+        message = "needs columns of equal length, each with a name"
+        raise TrainingError(f"log_table({name!r}) {message}. Fix: {hint}")
     return Table([str(one) for one in names], [[_cell(cell) for cell in row] for row in rows])
 
 
@@ -307,6 +313,6 @@ def experiment(own: Any, running: bool, label: str) -> Any:
         TrainingError: no run is under way.
     """
     if own is None and not running:
-        what = f"{label}: its experiment exists only in a run"
-        raise TrainingError(f"{what}. Fix: use it from on_fit_start on, until on_fit_end")
+        message = f"{label}: its experiment exists only in a run"
+        raise TrainingError(f"{message}. Fix: use it from on_fit_start on, until on_fit_end")
     return _NoExperiment() if own is None else own

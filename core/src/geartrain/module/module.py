@@ -365,8 +365,8 @@ class Module(MadeWith, nn.Module):
                 "does backward and steps itself. Fix: automatic_optimization = False in __init__, "
                 "or return the loss from training_step"
             )
-        what = "which works only in fit, from on_fit_start on"
-        raise TrainingError(f"{name} calls self.{method}, {what}")
+        message = "which works only in fit, from on_fit_start on"
+        raise TrainingError(f"{name} calls self.{method}, {message}")
 
     def _refuse_in_own_loop(self, method: str) -> None:
         if self._run is not None and self._run.mode == "session":

@@ -79,4 +79,4 @@ def not_plain(value: Any) -> str | None:
         value = (*value, *value.values())
     elif type(value) not in (list, tuple, set):
         return f"{type(value).__module__}.{type(value).__qualname__}"
-    return next((odd for item in value if (odd := not_plain(item)) is not None), None)
+    return next((found for item in value if (found := not_plain(item)) is not None), None)

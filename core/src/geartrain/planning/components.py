@@ -121,10 +121,10 @@ class Setup:
         hooks = Hooks(parts)
         if is_first:
             _warn_of_failed(registry, choices, selected)
-            fix = "use a hook of docs/hooks.md with @hookimpl, or callbacks=[...]"
+            hint = "use a hook of docs/hooks.md with @hookimpl, or callbacks=[...]"
             for part in (accelerator, strategy, *extra):
                 if not hasattr(part.plugin, "as_plugin"):  # otherwise its as_plugin has checked it
-                    warn_of_others(part.plugin, part.info.label, fix)
+                    warn_of_others(part.plugin, part.info.label, hint)
         plan = make_plan(
             hooks,
             accelerator=accelerator.info,
@@ -223,12 +223,12 @@ def _warn_of_failed(registry: Registry, choices: _Choices, parts: Sequence[Loade
         names.add(("plugin", "progress"))
     for candidate in registry.candidates:
         if candidate.state == "failed" and (candidate.kind, candidate.name.lower()) in names:
-            what = f"{candidate.label} is not used: {candidate.reason}"
-            if "Fix: " not in what:
+            message = f"{candidate.label} is not used: {candidate.reason}"
+            if "Fix: " not in message:
                 home, label = candidate.distribution, candidate.label
-                fix = f"use another version of {home}, or --block {label}"
-                what = f"{what}. Fix: {fix}"
-            warnings.warn(what, stacklevel=4)
+                hint = f"use another version of {home}, or --block {label}"
+                message = f"{message}. Fix: {hint}"
+            warnings.warn(message, stacklevel=4)
 
 
 def _as_launched(
@@ -277,8 +277,8 @@ def _run_parts(
             # As a part of core: hooks of the strategy and of the precision have precedence.
             part = replace(part, info=replace(part.info, kind="core"))
         elif any(other.info.name == name for other in parts):
-            what = f"{reason} selects the plugin {name}, which is chosen too"
-            raise UsageError(f"{what}. Fix: leave one of them out")
+            message = f"{reason} selects the plugin {name}, which is chosen too"
+            raise UsageError(f"{message}. Fix: leave one of them out")
         if hasattr(part.plugin, "replace_parts"):
             parts = part.plugin.replace_parts(parts, module)
         parts = [*parts, part]
@@ -297,8 +297,8 @@ def _needed(options: Options, module: Any, command: str) -> dict[str, str]:
     if not module.automatic_optimization:
         # Last, so that ``run.loop.manual`` exists in every on_run_start.
         needed["manual_optimisation"] = f"{cls}.automatic_optimization = False"
-    elif own := [f"{cls}.{name}" for name in _OVERRIDES if overridden(module, name)]:
-        needed["overrides"] = ", ".join(own)
+    elif overrides := [f"{cls}.{name}" for name in _OVERRIDES if overridden(module, name)]:
+        needed["overrides"] = ", ".join(overrides)
     return needed
 
 
@@ -316,35 +316,35 @@ def plugin_parts(
     """
     is_one = isinstance(plugins, str) or not isinstance(plugins, Iterable)
     given = [plugins] if is_one else list(plugins)
-    parts, left = [], dict(options)
+    parts, remaining = [], dict(options)
     for plugin in given:
         if not isinstance(plugin, str):
             parts.append(registry.adopt("plugin", plugin, "given as an object"))
         elif is_file(plugin):
             name, found = file_plugin(plugin)
-            own = left.pop(name, {})
-            if own and not isinstance(found, type):
-                what = f"{plugin} is a file of functions and takes no options"
-                raise UsageError(f"{what}. Fix: use a class with a typed __init__")
+            given_options = remaining.pop(name, {})
+            if given_options and not isinstance(found, type):
+                message = f"{plugin} is a file of functions and takes no options"
+                raise UsageError(f"{message}. Fix: use a class with a typed __init__")
             info = PluginInfo(name, "plugin", None, None, f"--plugin {plugin}")
-            again = partial(_of_file, os.path.abspath(plugin), own)
-            parts.append(LoadedPlugin(info, _of_file(plugin, own), own, again))
+            again = partial(_of_file, os.path.abspath(plugin), given_options)
+            parts.append(LoadedPlugin(info, _of_file(plugin, given_options), given_options, again))
         else:
-            own = left.pop(plugin, {})
-            parts.append(registry.select("plugin", plugin, own, f"--plugin {plugin}"))
+            given_options = remaining.pop(plugin, {})
+            parts.append(registry.select("plugin", plugin, given_options, f"--plugin {plugin}"))
     for part in parts:
         if added_for := getattr(part.plugin, "added_for", ""):
-            what = f"{part.info.label} is added to a run for {added_for}, and to no other"
-            raise UsageError(f"{what}. Fix: leave it out of the plugins")
+            message = f"{part.info.label} is added to a run for {added_for}, and to no other"
+            raise UsageError(f"{message}. Fix: leave it out of the plugins")
     pairs = zip(parts, given, strict=True)
     labels = [part.info.label for part, plugin in pairs if isinstance(plugin, str)]
     for label in labels:
         if labels.count(label) > 1:
             raise UsageError(f"{label}: the same plugin is given twice. Fix: give it once.")
-    if left:
-        what = f"options are given for {', '.join(map(repr, left))}"
-        fix = f"--plugin {next(iter(left))}"
-        raise UsageError(f"{what}, which is not among the chosen plugins. Fix: {fix}")
+    if remaining:
+        message = f"options are given for {', '.join(map(repr, remaining))}"
+        hint = f"--plugin {next(iter(remaining))}"
+        raise UsageError(f"{message}, which is not among the chosen plugins. Fix: {hint}")
     return parts
 
 
@@ -363,17 +363,19 @@ def more_parts(registry: Registry, callbacks: Any, max_time: Any) -> list[Loaded
     """
     is_one = isinstance(callbacks, str) or not isinstance(callbacks, Iterable)
     given = [callbacks] if is_one else list(callbacks)
-    for one in given:
-        if isinstance(one, str | type) or not (
-            hasattr(one, "as_plugin") or of_lightning(one) or has_hookimpls(one)
+    for callback in given:
+        if isinstance(callback, str | type) or not (
+            hasattr(callback, "as_plugin") or of_lightning(callback) or has_hookimpls(callback)
         ):
-            fix = "use an object of a subclass of geartrain.callbacks.Callback"
-            fix = f"plugins=[{one!r}]" if isinstance(one, str) else fix
-            raise UsageError(f"callbacks={one!r}: it is no callback. Fix: {fix}")
-    why = "callbacks=[...]"
+            hint = "use an object of a subclass of geartrain.callbacks.Callback"
+            hint = f"plugins=[{callback!r}]" if isinstance(callback, str) else hint
+            raise UsageError(f"callbacks={callback!r}: it is no callback. Fix: {hint}")
+    reason = "callbacks=[...]"
     parts = [
-        _adapted(one, why) if of_lightning(one) else registry.adopt("plugin", one, why)
-        for one in given
+        _adapted(callback, reason)
+        if of_lightning(callback)
+        else registry.adopt("plugin", callback, reason)
+        for callback in given
     ]
     if max_time is not None:
         options = {"duration": max_time}
@@ -395,10 +397,10 @@ def _adapted(callback: Any, reason: str) -> LoadedPlugin:
     """
     cls = type(callback)
     if cls.__module__.partition(".")[0] in _LIGHTNING:
-        what = f"callbacks={cls.__name__}(...): it is Lightning's own"
+        message = f"callbacks={cls.__name__}(...): it is Lightning's own"
         answer = write_instead("geartrain.callbacks", cls.__name__)
-        fix = answer.removeprefix(". Write: ") or f"geartrain.callbacks.{cls.__name__}"
-        raise UsageError(f"{what}. Fix: use {fix}")
+        hint = answer.removeprefix(". Write: ") or f"geartrain.callbacks.{cls.__name__}"
+        raise UsageError(f"{message}. Fix: use {hint}")
     adapter = import_from("geartrain_callbacks", f"callbacks={cls.__name__}(...)").callback.Adapter
     return LoadedPlugin(PluginInfo(cls.__name__, "plugin", None, None, reason), adapter(callback))
 
@@ -415,7 +417,9 @@ def progress_parts(registry: Registry, extra: Sequence[LoadedPlugin]) -> list[Lo
     if any(getattr(part.plugin, "shows_progress", False) for part in extra):
         return []
     for name in ("progress", "progress_lines"):
-        candidates = [one for one in registry.of("plugin") if one.name.lower() == name]
+        candidates = [
+            candidate for candidate in registry.of("plugin") if candidate.name.lower() == name
+        ]
         if any(map(registry.probe, candidates)):
             return [registry.select("plugin", name, {}, "enable_progress_bar=True")]
     return []

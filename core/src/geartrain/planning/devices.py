@@ -39,15 +39,15 @@ def parse_devices(
     if isinstance(value, str):  # "auto" is the only string left
         value = -1 if indexed else 1
     elif isinstance(value, int) and value == -1 and not indexed:
-        what = f"devices={devices!r} (all of them) means nothing on {accelerator}"
-        raise UsageError(f"{what}. Fix: {_COUNT_FORMS}")
+        message = f"devices={devices!r} (all of them) means nothing on {accelerator}"
+        raise UsageError(f"{message}. Fix: {_COUNT_FORMS}")
     if isinstance(value, bool | bytes | bytearray) or not isinstance(value, int | Sequence):
         raise _malformed(devices, accelerator, indexed)
     if isinstance(value, int):
         return _count(value, devices, accelerator, available, indexed)
     if not indexed:
-        what = f"devices={devices!r}: a list of indices means nothing on {accelerator}"
-        raise UsageError(f"{what}. Fix: {_COUNT_FORMS}")
+        message = f"devices={devices!r}: a list of indices means nothing on {accelerator}"
+        raise UsageError(f"{message}. Fix: {_COUNT_FORMS}")
     return _indices(list(value), devices, accelerator, available)
 
 
@@ -93,16 +93,16 @@ def _indices(indices: list[Any], devices: Any, accelerator: str, available: int)
         raise _malformed(devices, accelerator, True)
     for index in indices:
         if indices.count(index) > 1:
-            what = f"{index} is given {indices.count(index)} times"
-            raise UsageError(f"devices={devices!r}: {what}. Fix: name each device once")
+            message = f"{index} is given {indices.count(index)} times"
+            raise UsageError(f"devices={devices!r}: {message}. Fix: name each device once")
         if index >= available:
             raise _not_visible(index, devices, accelerator, available)
     return indices
 
 
 def _not_visible(wanted: int, devices: Any, accelerator: str, available: int) -> UsageError:
-    what = f"only {list(range(available))} are visible on {accelerator}"
-    return UsageError(f"devices={devices!r}: asked for {wanted}, {what}.")
+    message = f"only {list(range(available))} are visible on {accelerator}"
+    return UsageError(f"devices={devices!r}: asked for {wanted}, {message}.")
 
 
 def _malformed(devices: Any, accelerator: str, indexed: bool) -> UsageError:

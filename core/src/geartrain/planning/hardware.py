@@ -52,8 +52,8 @@ def isolated(label: str) -> Iterator[None]:
     if torch and seconds > 1:
         effects.append(f"took {seconds:.1f} s")
     if effects:
-        what = f"{label} {', and '.join(effects)} when it was probed"
-        warnings.warn(f"{what}. Fix: --block {label}, or report it to its author", stacklevel=4)
+        message = f"{label} {', and '.join(effects)} when it was probed"
+        warnings.warn(f"{message}. Fix: --block {label}, or report it to its author", stacklevel=4)
 
 
 def ask(accelerator: Any) -> str | None:
@@ -65,20 +65,20 @@ def ask(accelerator: Any) -> str | None:
     """
     reason = _answer(accelerator, "unavailable") if hasattr(accelerator, "unavailable") else None
     if reason is not None and (not isinstance(reason, str) or not reason.strip()):
-        what = "which is neither None nor a reason in words"
-        raise UsageError(f"its unavailable() returned {reason!r}, {what}")
+        message = "which is neither None nor a reason in words"
+        raise UsageError(f"its unavailable() returned {reason!r}, {message}")
     needed = ("priority", "unavailable", "device_count")
     missing = ", ".join(name for name in needed if not hasattr(accelerator, name))
     if missing:
-        what = "an accelerator needs priority, unavailable() and device_count()"
-        raise UsageError(f"{what}; it has no {missing}")
+        message = "an accelerator needs priority, unavailable() and device_count()"
+        raise UsageError(f"{message}; it has no {missing}")
     priority_of(accelerator)
     if reason is not None:
         return str(reason)
     count = _answer(accelerator, "device_count")
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        what = "which is no whole number above 0, though unavailable() returned None"
-        raise UsageError(f"its device_count() returned {count!r}, {what}")
+        message = "which is no whole number above 0, though unavailable() returned None"
+        raise UsageError(f"its device_count() returned {count!r}, {message}")
     return None
 
 
@@ -104,8 +104,8 @@ def _answer(accelerator: Any, question: str) -> Any:
         needs_self = inspect.isclass(accelerator) and inspect.isfunction(method)
         if needs_self and type(error) is TypeError:
             hint = ". Fix: make it a @staticmethod, for it is asked before any object is made"
-        what = f"{type(error).__name__}: {error}{hint}"
-        raise UsageError(f"its {question}() raised {what}") from error
+        message = f"{type(error).__name__}: {error}{hint}"
+        raise UsageError(f"its {question}() raised {message}") from error
 
 
 def visible() -> dict[str, str]:

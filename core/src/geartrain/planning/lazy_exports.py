@@ -35,24 +35,24 @@ def resolve(kind: str, module: str, attribute: str, homes: dict[str, str]) -> An
     installed = entry_points(group=GROUPS[kind])
     home = KNOWN[kind, homes[attribute]] if attribute in homes else "geartrain"
     found = {(_distribution(ep), ep.value): ep for ep in installed if _attribute(ep) == attribute}
-    ours = {key: ep for key, ep in found.items() if key[0] == home}
-    others = found.keys() - ours.keys()
-    theirs = ", ".join(f"{distribution} ({value})" for distribution, value in others)
-    if not ours and attribute in homes:
+    provided = {key: ep for key, ep in found.items() if key[0] == home}
+    others = found.keys() - provided.keys()
+    labels = ", ".join(f"{distribution} ({value})" for distribution, value in others)
+    if not provided and attribute in homes:
         # A helper in the plugin's module that is no entry point, as find_usable_cuda_devices.
         for ep in installed:
             if (_distribution(ep), ep.name) == (home, homes[attribute]):
                 return getattr(__import__(ep.module, fromlist=[attribute]), attribute)
-        also = f". Another distribution has one: {theirs}" if theirs else ""
-        what = f"{module}.{attribute} is not installed{also}"
-        raise ImportError(f"{what}. Fix: pip install {home}", name=home)
-    if ours and theirs:
-        what = f"Another distribution has one, which is left out: {theirs}"
-        warnings.warn(f"{module}.{attribute} is {home}'s. {what}", stacklevel=2)
-    if len(ours or found) > 1:
-        what = f"{module}.{attribute}: several distributions have one: {theirs}"
-        raise ImportError(f"{what}. Fix: import it from its own module", name=module)
-    for ep in (ours or found).values():
+        also = f". Another distribution has one: {labels}" if labels else ""
+        message = f"{module}.{attribute} is not installed{also}"
+        raise ImportError(f"{message}. Fix: pip install {home}", name=home)
+    if provided and labels:
+        message = f"Another distribution has one, which is left out: {labels}"
+        warnings.warn(f"{module}.{attribute} is {home}'s. {message}", stacklevel=2)
+    if len(provided or found) > 1:
+        message = f"{module}.{attribute}: several distributions have one: {labels}"
+        raise ImportError(f"{message}. Fix: import it from its own module", name=module)
+    for ep in (provided or found).values():
         return ep.load()
     if answer := write_instead(module, attribute):
         raise ImportError(f"{module} has no {attribute!r}{answer}", name=module)
@@ -76,8 +76,8 @@ def import_from(package: str, wanted: str) -> ModuleType:
         if error.name != package:
             raise
     distribution = package.replace("_", "-")
-    what = f"{wanted} is not installed. Fix: pip install {distribution}"
-    raise ImportError(what, name=distribution)
+    message = f"{wanted} is not installed. Fix: pip install {distribution}"
+    raise ImportError(message, name=distribution)
 
 
 def forward(module: str, package: str, attribute: str) -> Any:

@@ -30,8 +30,10 @@ def load_file(path: Path, name: str | None = None) -> ModuleType:
         file = getattr(loaded, "__file__", None)
         if file and Path(str(file)).resolve() == path.resolve():
             return loaded
-        what = f"{path} would be imported as {name!r}, and a module of that name is loaded already"
-        raise UsageError(f"{what}. Fix: rename the file.")
+        message = (
+            f"{path} would be imported as {name!r}, and a module of that name is loaded already"
+        )
+        raise UsageError(f"{message}. Fix: rename the file.")
     if str(path.parent.resolve()) not in sys.path:
         sys.path.insert(0, str(path.parent.resolve()))
     spec = importlib.util.spec_from_file_location(name, path)
@@ -83,12 +85,12 @@ def file_plugin(spec: str) -> tuple[str, Any]:
         return wanted, classes[wanted]
     if has_hookimpls(module):
         if classes:
-            what = f"{file} marks functions and classes with @hookimpl"
-            raise UsageError(f"{what}. Fix: name one: {file}:{next(iter(classes))}")
+            message = f"{file} marks functions and classes with @hookimpl"
+            raise UsageError(f"{message}. Fix: name one: {file}:{next(iter(classes))}")
         return module.__name__, module
     if not classes:
-        fix = "from geartrain import hookimpl, and mark a function or method"
-        raise UsageError(f"{file} has nothing marked with @hookimpl. Fix: {fix}")
+        hint = "from geartrain import hookimpl, and mark a function or method"
+        raise UsageError(f"{file} has nothing marked with @hookimpl. Fix: {hint}")
     if len(classes) > 1:
         names = " or ".join(f"{file}:{name}" for name in classes)
         raise UsageError(f"{file} has several plugins. Fix: name one: {names}")

@@ -121,17 +121,17 @@ class Registry:
             if candidate.state != "blocked":
                 claims.setdefault((candidate.kind, candidate.name.lower()), []).append(candidate)
         for same in claims.values():
-            ours = next((c for c in same if c.is_ours), None)
+            preferred = next((c for c in same if c.is_ours), None)
             for candidate in same if len(same) > 1 else ():
-                if candidate is ours:
+                if candidate is preferred:
                     continue
-                what = f"{' and '.join(c.label for c in same)} claim the same name"
-                fix = f"uninstall one, or --block {same[0].label}"
-                if ours:
-                    what = f"the name is {ours.label}'s"
-                    fix = f"uninstall {candidate.distribution}, or --block {candidate.label}"
+                message = f"{' and '.join(c.label for c in same)} claim the same name"
+                remedy = f"uninstall one, or --block {same[0].label}"
+                if preferred:
+                    message = f"the name is {preferred.label}'s"
+                    remedy = f"uninstall {candidate.distribution}, or --block {candidate.label}"
                 candidate.contested, candidate.state = True, "failed"
-                candidate.reason = f"{what}; {fix}"
+                candidate.reason = f"{message}; {remedy}"
 
     def of(self, kind: str) -> list[InstalledPlugin]:
         """Return the candidates of one kind."""
@@ -148,15 +148,15 @@ class Registry:
         hits = [c for c in self.of(kind) if c.name.lower() == name.lower()]
         if not hits:
             raise UsageError(self._missing(kind, name))
-        left = [c for c in hits if c.state != "blocked"]
-        if not left:
-            what = f"{hits[0].label} is blocked {hits[0].reason}"
-            fix = f"Fix: remove it from --block or GEARTRAIN_BLOCK, or choose another {kind}"
-            raise UsageError(f"{what}. {fix}.")
-        found = next((c for c in left if not c.contested), left[0])
+        remaining = [c for c in hits if c.state != "blocked"]
+        if not remaining:
+            message = f"{hits[0].label} is blocked {hits[0].reason}"
+            remedy = f"Fix: remove it from --block or GEARTRAIN_BLOCK, or choose another {kind}"
+            raise UsageError(f"{message}. {remedy}.")
+        found = next((c for c in remaining if not c.contested), remaining[0])
         if found.contested:
-            what, _, fix = found.reason.partition("; ")
-            raise UsageError(f"{kind} {name!r}: {what}. Fix: {fix}")
+            message, _, remedy = found.reason.partition("; ")
+            raise UsageError(f"{kind} {name!r}: {message}. Fix: {remedy}")
         return found
 
     def _missing(self, kind: str, name: str) -> str:
@@ -194,22 +194,22 @@ class Registry:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a plugin may fail in any way, sys.exit included
-            what = f"{type(error).__name__}: {error}"
+            message = f"{type(error).__name__}: {error}"
             # Never "pip install MODULE": a distribution of that name may be unrelated.
-            fix = f"pip install --force-reinstall {home}, or --block {label}"
+            remedy = f"pip install --force-reinstall {home}, or --block {label}"
             if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-                what, fix = (
+                message, remedy = (
                     "torch is not installed",
                     "pip install torch (a build for your hardware)",
                 )
-            what = f"{label} could not be imported: {candidate.fail(what)}"
-            raise UsageError(f"{what}. Fix: {fix}") from error
+            message = f"{label} could not be imported: {candidate.fail(message)}"
+            raise UsageError(f"{message}. Fix: {remedy}") from error
         is_command = candidate.kind == "command"
         if not (callable(loaded) if is_command else inspect.isclass(loaded)):
             wanted = "function" if is_command else "class"
             reason = candidate.fail(f"its entry point gives {loaded!r}, not a {wanted}")
-            fix = f"name a {wanted} in its [project.entry-points]"
-            raise UsageError(f"{label}: {reason}. Fix: {fix}")
+            remedy = f"name a {wanted} in its [project.entry-points]"
+            raise UsageError(f"{label}: {reason}. Fix: {remedy}")
         return loaded
 
     def probe(self, candidate: InstalledPlugin) -> Any:
@@ -300,10 +300,10 @@ def _mismatch(candidate: InstalledPlugin) -> str:
     contracts = [int(name) for name in names if name.isdecimal()]
     if contracts and CONTRACT not in contracts:
         newest = max(contracts)
-        what = f"it is built for version {newest} of the hooks, and geartrain {__version__} has"
+        message = f"it is built for version {newest} of the hooks, and geartrain {__version__} has"
         changed = [f"; {n}: {CONTRACT_CHANGES[n]}" for n in range(newest + 1, CONTRACT + 1)]
-        fix = "update its hookimpls" if changed else "pip install -U geartrain"
-        return f"{what} {CONTRACT}{''.join(changed)}. Fix: {fix}"
+        remedy = "update its hookimpls" if changed else "pip install -U geartrain"
+        return f"{message} {CONTRACT}{''.join(changed)}. Fix: {remedy}"
     for line in dist.requires or ():
         try:
             needed = Requirement(line)
@@ -314,8 +314,8 @@ def _mismatch(candidate: InstalledPlugin) -> str:
         applies = needed.marker is None or needed.marker.evaluate({"extra": ""})
         if installed and applies and not needed.specifier.contains(installed, prereleases=True):
             plain = f"{name}{needed.specifier}"
-            what = f"it requires {plain}, and {name} {installed} is installed"
-            return f"{what}. Fix: pip install '{plain}'"
+            message = f"it requires {plain}, and {name} {installed} is installed"
+            return f"{message}. Fix: pip install '{plain}'"
     return ""
 
 
@@ -366,8 +366,8 @@ def make(cls: type, label: str, options: Mapping[str, Any]) -> Any:
             raise
         raise UsageError(f"{label}: {error}") from error
     except SystemExit as error:
-        what = f"{label}: its __init__ raised SystemExit: {error}"
-        raise UsageError(f"{what}. Fix: raise geartrain.UsageError there") from error
+        message = f"{label}: its __init__ raised SystemExit: {error}"
+        raise UsageError(f"{message}. Fix: raise geartrain.UsageError there") from error
     except Exception as error:
         error.add_note(f"raised while {label} was created")
         raise

@@ -49,8 +49,8 @@ def select_accelerator(
     installed = {kind: {c.name.lower() for c in registry.of(kind)} for kind in GROUPS}
     is_strategy = ("strategy", name) in KNOWN or name in installed["strategy"]
     if is_strategy and name not in installed["accelerator"]:
-        fix = f"strategy={given!r} (--strategy {given})"
-        raise UsageError(f"accelerator={given!r} is a strategy. Fix: {fix}")
+        hint = f"strategy={given!r} (--strategy {given})"
+        raise UsageError(f"accelerator={given!r} is a strategy. Fix: {hint}")
     part = registry.select("accelerator", name, options, f"--accelerator {given}")
     _check_usable(part, assume)
     return part, {}
@@ -85,17 +85,17 @@ def _best_accelerator(
     passed |= _not_installed(registry)
     usable.sort(key=lambda pair: (-pair[0], pair[1].name))
     if usable:
-        (priority, best), *rest = usable
-        equal = ", the first by name" if any(other == priority for other, _ in rest) else ""
+        (priority, best), *others = usable
+        equal = ", the first by name" if any(other == priority for other, _ in others) else ""
         reason = f"{name!r}: the usable accelerator of the highest priority ({priority}){equal}"
         part = registry.select("accelerator", best.name, options, reason)
-        for lower, candidate in rest:
-            why = f"its priority {lower} is not above {best.name}'s {priority}"
-            passed[candidate.label] = f"available, but {why}"
+        for lower, candidate in others:
+            cause = f"its priority {lower} is not above {best.name}'s {priority}"
+            passed[candidate.label] = f"available, but {cause}"
         return part, passed
-    why = "; ".join(f"{label} is {reason}" for label, reason in passed.items())
-    why = why or "Fix: pip install geartrain-cuda (or geartrain-mps)"
-    raise UsageError(f"accelerator={name!r}: no usable one is installed. {why}")
+    cause = "; ".join(f"{label} is {reason}" for label, reason in passed.items())
+    cause = cause or "Fix: pip install geartrain-cuda (or geartrain-mps)"
+    raise UsageError(f"accelerator={name!r}: no usable one is installed. {cause}")
 
 
 def _priority(cls: Any, candidate: InstalledPlugin) -> float:
@@ -109,11 +109,11 @@ def _not_installed(registry: Registry) -> dict[str, str]:
     """Return this machine's hardware without a plugin: the plugin's label -> the install line."""
     installed = {candidate.name.lower() for candidate in registry.of("accelerator")}
     passed = {}
-    for name, what in visible().items():
+    for name, message in visible().items():
         if name not in installed:
             home = KNOWN["accelerator", name]
-            why = f"not installed, though this machine has {what}"
-            passed[f"{home}[{name}]"] = f"{why}. Fix: pip install {home}"
+            reason = f"not installed, though this machine has {message}"
+            passed[f"{home}[{name}]"] = f"{reason}. Fix: pip install {home}"
     return passed
 
 
@@ -130,8 +130,8 @@ def select_devices(
     indices = parse_devices(devices, accelerator=name, available=available, indexed=indexed)
     if name not in assume and hasattr(plugin, "select_devices"):
         if not indexed:
-            what = f"{accelerator.info.label}: indexed = False and select_devices"
-            raise UsageError(f"{what} contradict each other. Fix: take out one")
+            message = f"{accelerator.info.label}: indexed = False and select_devices"
+            raise UsageError(f"{message} contradict each other. Fix: take out one")
         selected = plugin.select_devices(devices, indices)
         indices = parse_devices(selected, accelerator=name, available=available)
     return tuple(indices)
@@ -165,9 +165,9 @@ def select_strategy(
     asked, installed = f"{len(devices)} devices on {num_nodes} node(s)", registry.of("strategy")
     for name in preferred:
         if any(c.name == name and c.state == "available" for c in installed):
-            why = f"'auto': the best installed one for {asked}"
-            why += f", where {stuck} for ddp" if stuck else ""
-            part = registry.select("strategy", name, options, why)
+            reason = f"'auto': the best installed one for {asked}"
+            reason += f", where {stuck} for ddp" if stuck else ""
+            part = registry.select("strategy", name, options, reason)
             return part, _others(registry, f"{name} is preferred")
     needed = f"{asked} need a strategy of several processes"
     if stuck and any(c.name == "ddp" for c in installed):
@@ -175,8 +175,8 @@ def select_strategy(
             f"{needed}. ddp would run this program's command again, and {stuck}. Fix: pip install "
             "geartrain-spawn (or geartrain-dp), put the program in a file, or devices=1"
         )
-    fix = "pip install geartrain-ddp, or devices=1"
-    raise UsageError(f"{needed}, and none is installed. Fix: {fix}")
+    hint = "pip install geartrain-ddp, or devices=1"
+    raise UsageError(f"{needed}, and none is installed. Fix: {hint}")
 
 
 def _others(registry: Registry, reason: str) -> dict[str, str]:
@@ -205,8 +205,8 @@ def select_precision(registry: Registry, given: Any) -> LoadedPlugin:
         return registry.adopt("precision", given, "given as an object")
     name = _PRECISIONS.get(str(given).lower(), str(given))
     known = [candidate.name for candidate in registry.of("precision")]
-    if name.lower() not in (one.lower() for one in known):
-        fix = f"use one of {', '.join(known)}; in short {', '.join(_PRECISIONS)}"
-        raise UsageError(f"precision={given!r} is not known. Fix: {fix}")
+    if name.lower() not in (known_name.lower() for known_name in known):
+        hint = f"use one of {', '.join(known)}; in short {', '.join(_PRECISIONS)}"
+        raise UsageError(f"precision={given!r} is not known. Fix: {hint}")
     reason = f"--precision {given}" if given != "32-true" else "the default"
     return registry.select("precision", name, {}, reason)

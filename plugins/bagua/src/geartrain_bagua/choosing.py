@@ -93,15 +93,15 @@ def _find(name: str) -> EntryPoint:
         hint = nearest(name, names)
         known = f" Known: {', '.join(names)}." if hint.startswith("Did") else ""
         raise UsageError(f"there is no algorithm {name!r}. {hint}{known}")
-    ours = [hit for hit in hits if _label(hit).startswith("geartrain-bagua[")]
-    if len(hits) > 1 and ours:
-        others = ", ".join(sorted(_label(hit) for hit in hits if hit not in ours))
+    preferred = [hit for hit in hits if _label(hit).startswith("geartrain-bagua[")]
+    if len(hits) > 1 and preferred:
+        others = ", ".join(sorted(_label(hit) for hit in hits if hit not in preferred))
         warnings.warn(
             f"algorithm {name!r} is geartrain-bagua's; not used: {others}. "
             "Fix: uninstall the other distribution",
             stacklevel=2,
         )
-        hits = ours
+        hits = preferred
     if len(hits) > 1:
         labels = " and ".join(sorted(map(_label, hits)))
         raise UsageError(
@@ -147,31 +147,35 @@ def _label(entry_point: EntryPoint) -> str:
 def _check_options(cls: type[Algorithm], name: str, options: Mapping[str, Any]) -> None:
     """Check options against the typed arguments of the algorithm's ``__init__``."""
     known = inspect.signature(cls).parameters
-    own = f"Its options: {', '.join(known)}." if known else "It has none."
+    known_options = f"Its options: {', '.join(known)}." if known else "It has none."
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     for option in options:
         if option not in known and not takes_any:
             hint = nearest(option, known)
             hint = f" {hint}" if hint.startswith("Did") else ""
-            raise UsageError(f"the algorithm {name!r} has no option {option!r}.{hint} {own}")
+            raise UsageError(
+                f"the algorithm {name!r} has no option {option!r}.{hint} {known_options}"
+            )
     try:
         inspect.signature(cls).bind(**options)
     except TypeError as error:
-        raise UsageError(f"the algorithm {name!r}: {error}. {own}") from error
+        raise UsageError(f"the algorithm {name!r}: {error}. {known_options}") from error
     types_of = get_type_hints(cls.__init__)
     for option, value in options.items():
         if option in types_of and not _fits(value, types_of[option]):
             wanted = types_of[option]
             typed = str(wanted).replace("typing.", "")
             typed = wanted.__name__ if inspect.isclass(wanted) else typed
-            raise UsageError(f"the algorithm {name!r}: {option}={value!r} is no {typed}. {own}")
+            raise UsageError(
+                f"the algorithm {name!r}: {option}={value!r} is no {typed}. {known_options}"
+            )
 
 
 def _fits(value: Any, wanted: Any) -> bool:
     """True if a value is of an annotated type, or if the type cannot be checked."""
     origin = get_origin(wanted)
     if origin in (Union, types.UnionType):
-        return any(_fits(value, one) for one in get_args(wanted))
+        return any(_fits(value, get_arg) for get_arg in get_args(wanted))
     if origin is Literal:
         return value in get_args(wanted)
     if wanted is None or wanted is types.NoneType:

@@ -25,8 +25,8 @@ def eight_bit_mean(flat: torch.Tensor, among: Peers, average: bool = True) -> No
     got = torch.empty_like(sent)
     dist.all_to_all_single(got, sent, group=among.group)
     parts = decompress(got)
-    mine = compress((parts.mean(0) if average else parts.sum(0))[None])
-    dist.all_gather(list(got), mine[0], group=among.group)  # reuses the rows of ``got``
+    compressed = compress((parts.mean(0) if average else parts.sum(0))[None])
+    dist.all_gather(list(got), compressed[0], group=among.group)  # reuses the rows of ``got``
     # Decode this rank's own chunk too: otherwise ranks would differ.
     if flat.dtype is torch.float32:
         decompress(got, flat.view(among.size, -1))

@@ -15,10 +15,10 @@ from geartrain_bagua.algorithm import Context, Peers
 def peers(ranks: Sequence[int], timeout: timedelta) -> Peers | None:
     """Create a group of ``ranks``; return ``None`` on other ranks. Every rank must call this."""
     group = dist.new_group(list(ranks), timeout=timeout)
-    here = dist.get_rank()
-    if here not in ranks:
+    rank = dist.get_rank()
+    if rank not in ranks:
         return None
-    return Peers(group, list(ranks).index(here), len(ranks), tuple(ranks))
+    return Peers(group, list(ranks).index(rank), len(ranks), tuple(ranks))
 
 
 def node_peers(run: Run, timeout: timedelta) -> tuple[Peers, Peers | None]:

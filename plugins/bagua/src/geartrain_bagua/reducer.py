@@ -39,8 +39,8 @@ class GradientReducer:
         self._parameters = [
             parameter for bucket in self._buckets for parameter in bucket.parameters
         ]
-        mine = set(self._parameters)
-        self._others = [parameter for parameter in names.values() if parameter not in mine]
+        parameters = set(self._parameters)
+        self._others = [parameter for parameter in names.values() if parameter not in parameters]
         self._counts = [len(bucket.parameters) for bucket in self._buckets]
         #: True during the last micro-batch, when gradients are reduced.
         self._armed = False
@@ -147,8 +147,8 @@ class GradientReducer:
 
     def _find_used(self) -> Job:
         """Find the parameters that have a gradient on any rank: the result has 1 or 0 for each."""
-        here = [parameter.grad is not None for parameter in self._parameters]
-        flags = torch.tensor(here, dtype=torch.int32, device=self._context.run.device)
+        has_gradient = [parameter.grad is not None for parameter in self._parameters]
+        flags = torch.tensor(has_gradient, dtype=torch.int32, device=self._context.run.device)
         group = self._context.everyone.group
 
         def any_rank() -> torch.Tensor:

@@ -302,9 +302,11 @@ def _same_state(run: Run, optimizer: Optimizer) -> None:
     """Copy the state and the options of rank 0's optimizer to this rank's."""
     if run.world.size == 1:
         return
-    mine = map_tensors(optimizer.state_dict(), torch.Tensor.cpu)
-    first = run.hooks.broadcast(run=run, obj=mine if run.world.rank == 0 else None, src=0)
+    state = map_tensors(optimizer.state_dict(), torch.Tensor.cpu)
+    first = run.hooks.broadcast(run=run, obj=state if run.world.rank == 0 else None, src=0)
     if run.world.rank and (
-        first["state"] or mine["state"] or repr(first["param_groups"]) != repr(mine["param_groups"])
+        first["state"]
+        or state["state"]
+        or repr(first["param_groups"]) != repr(state["param_groups"])
     ):
         load_optimizer(optimizer, first)

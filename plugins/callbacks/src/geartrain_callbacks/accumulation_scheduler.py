@@ -29,15 +29,16 @@ class GradientAccumulationScheduler(PluginCallback):
 
     def __init__(self, scheduling: dict[int, int]) -> None:
         if not isinstance(scheduling, Mapping) or not scheduling:
-            what = f"accumulation_scheduler: scheduling={scheduling!r} names no epoch"
-            raise UsageError(f"{what}. Fix: use a dict such as {{0: 8, 4: 1}}")
-        for what, number, least in (
+            message = f"accumulation_scheduler: scheduling={scheduling!r} names no epoch"
+            raise UsageError(f"{message}. Fix: use a dict such as {{0: 8, 4: 1}}")
+        for message, number, least in (
             *(("epoch", epoch, 0) for epoch in scheduling),
             *(("number of batches", size, 1) for size in scheduling.values()),
         ):
             if isinstance(number, bool) or not isinstance(number, int) or number < least:
                 raise UsageError(
-                    f"accumulation_scheduler: {number!r} must be a whole {what}, at least {least}."
+                    f"accumulation_scheduler: {number!r} must be a whole {message}, "
+                    f"at least {least}."
                 )
         self.scheduling = dict(sorted(scheduling.items()))
 
@@ -49,8 +50,8 @@ class GradientAccumulationScheduler(PluginCallback):
     def check_plan(self, plan: Plan, module: Any) -> None:
         given = plan.options.accumulate_grad_batches
         if given != 1:
-            what = "geartrain-callbacks[accumulation_scheduler] sets accumulate_grad_batches"
-            raise UsageError(f"{what}, and it is {given} too. Fix: give one of them")
+            message = "geartrain-callbacks[accumulation_scheduler] sets accumulate_grad_batches"
+            raise UsageError(f"{message}, and it is {given} too. Fix: give one of them")
         if getattr(module, "automatic_optimization", True) is False:
             raise UsageError(
                 "geartrain-callbacks[accumulation_scheduler] would do nothing: the module "

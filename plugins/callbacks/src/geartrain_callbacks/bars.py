@@ -140,9 +140,9 @@ class _Bars:
         rate = room > _RATE
         room -= (_RATE + 1) * rate
         bar = room > _SHORTEST
-        left = room > _SHORTEST + _LEFT + 1
-        self._bar.bar_width = min(_LONGEST, room - 1 - (_LEFT + 1) * left, width // 4)
-        shown = (True, bar, True, rate, left, True)
+        remaining = room > _SHORTEST + _LEFT + 1
+        self._bar.bar_width = min(_LONGEST, room - 1 - (_LEFT + 1) * remaining, width // 4)
+        shown = (True, bar, True, rate, remaining, True)
         every = (self._title, self._bar, self._count, self._rate, self._left, self._rest)
         return tuple(column for column, is_shown in zip(every, shown, strict=True) if is_shown)
 

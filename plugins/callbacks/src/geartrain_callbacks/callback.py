@@ -72,8 +72,8 @@ class Callback:
             RuntimeError: outside a run.
         """
         if self._geartrain_run is None:
-            what = f"self.log({name!r}) works only in hooks, from setup to teardown"
-            raise RuntimeError(f"{type(self).__name__}: {what}")
+            message = f"self.log({name!r}) works only in hooks, from setup to teardown"
+            raise RuntimeError(f"{type(self).__name__}: {message}")
         self._geartrain_run.module.log(name, value, **options)
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:

@@ -22,8 +22,8 @@ def check_pattern(pattern: str) -> str:
         UsageError: it is empty, its braces do not match, or a format does not fit a number.
     """
     pattern = pattern.removesuffix(SUFFIX)
-    left = _FIELD.sub("", pattern)
-    if not pattern or pattern.endswith("/") or "{" in left or "}" in left:
+    remaining = _FIELD.sub("", pattern)
+    if not pattern or pattern.endswith("/") or "{" in remaining or "}" in remaining:
         raise UsageError(
             f"model_checkpoint: filename={pattern!r} is not a name. "
             "Fix: write it as '{epoch}-{val_loss:.2f}'"

@@ -91,14 +91,14 @@ class EMA(PluginCallback):
         if run.step < self.start_step:
             return
         if run.step % self.every == 0:
-            now = [
+            current = [
                 w if w.dtype == a.dtype else w.to(a.dtype)
                 for w, a in zip(self._weights, self._average, strict=True)
             ]
             if self.updates or self.start_step == 0:
-                torch._foreach_lerp_(self._average, now, 1.0 - self.decay)
+                torch._foreach_lerp_(self._average, current, 1.0 - self.decay)
             else:
-                torch._foreach_copy_(self._average, now)
+                torch._foreach_copy_(self._average, current)
             self.updates += 1
 
     @hookimpl(specname="on_validation_start")
@@ -160,15 +160,15 @@ class EMA(PluginCallback):
             wanted: the checkpoint's state; entries that the module's ``on_save_checkpoint``
                 removed or added stay removed or added.
         """
-        now, states = [weight.clone() for weight in self._weights], []
-        for weights in (now if self._trained is None else self._trained, self._average):
+        current, states = [weight.clone() for weight in self._weights], []
+        for weights in (current if self._trained is None else self._trained, self._average):
             torch._foreach_copy_(self._weights, weights)
             found = {
                 name: t.clone() if isinstance(t, torch.Tensor) else t
                 for name, t in run.module.state_dict().items()
             }
             states.append({name: found.get(name, value) for name, value in wanted.items()})
-        torch._foreach_copy_(self._weights, now)
+        torch._foreach_copy_(self._weights, current)
         return states
 
     @torch.no_grad()
@@ -183,13 +183,13 @@ class EMA(PluginCallback):
             name: list(tensor.shape)
             for name, tensor in zip(self._names, self._average, strict=True)
         }
-        odd = sorted(set(shapes) ^ set(state)) or [
+        differences = sorted(set(shapes) ^ set(state)) or [
             n for n in shapes if shapes[n] != list(state[n].shape)
         ]
-        if odd:
+        if differences:
             raise UsageError(
                 f"geartrain-callbacks[{self._name}]: its state is of another module: "
-                f"{odd[0]} differs. Fix: pass the module that it averaged"
+                f"{differences[0]} differs. Fix: pass the module that it averaged"
             )
         for name, average in zip(self._names, self._average, strict=True):
             average.copy_(state[name])

@@ -64,8 +64,8 @@ class BaseFinetuning(Callback):
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
         """Return the modules without children and those that have parameters of their own."""
-        found = [part for one in _each(modules) for part in one.modules()]
-        return [one for one in found if not list(one.children()) or one._parameters]
+        found = [part for module in _each(modules) for part in module.modules()]
+        return [module for module in found if not list(module.children()) or module._parameters]
 
     @staticmethod
     def filter_params(
@@ -77,10 +77,10 @@ class BaseFinetuning(Callback):
             train_bn: ``False`` leaves out those of BatchNorm.
         """
         seen: set[int] = set()
-        for one in BaseFinetuning.flatten_modules(modules):
-            if isinstance(one, _BatchNorm) and not train_bn:
+        for flatten_module in BaseFinetuning.flatten_modules(modules):
+            if isinstance(flatten_module, _BatchNorm) and not train_bn:
                 continue
-            for parameter in one.parameters(recurse=False):
+            for parameter in flatten_module.parameters(recurse=False):
                 if parameter.requires_grad == requires_grad and id(parameter) not in seen:
                     seen.add(id(parameter))
                     yield parameter
@@ -88,8 +88,8 @@ class BaseFinetuning(Callback):
     @staticmethod
     def make_trainable(modules: Modules) -> None:
         """Unfreeze the parameters; BatchNorm updates its statistics again."""
-        for one in BaseFinetuning.flatten_modules(modules):
-            _set_frozen(one, False)
+        for flatten_module in BaseFinetuning.flatten_modules(modules):
+            _set_frozen(flatten_module, False)
 
     @staticmethod
     def freeze(modules: Modules, train_bn: bool = True) -> None:
@@ -98,8 +98,8 @@ class BaseFinetuning(Callback):
         Args:
             train_bn: ``True`` leaves BatchNorm trainable.
         """
-        for one in BaseFinetuning.flatten_modules(modules):
-            _set_frozen(one, not (train_bn and isinstance(one, _BatchNorm)))
+        for flatten_module in BaseFinetuning.flatten_modules(modules):
+            _set_frozen(flatten_module, not (train_bn and isinstance(flatten_module, _BatchNorm)))
 
     @staticmethod
     def unfreeze_and_add_param_group(
@@ -122,9 +122,13 @@ class BaseFinetuning(Callback):
         found = list(BaseFinetuning.filter_params(modules, train_bn=train_bn))
         new = [parameter for parameter in found if id(parameter) not in known]
         if len(new) < len(found):
-            what = f"{len(found) - len(new)} of {len(found)} unfrozen parameters are in a group of"
-            fix = "give configure_optimizers only parameters with requires_grad"
-            warnings.warn(f"{what} {type(optimizer).__name__} already. Fix: {fix}", stacklevel=2)
+            message = (
+                f"{len(found) - len(new)} of {len(found)} unfrozen parameters are in a group of"
+            )
+            hint = "give configure_optimizers only parameters with requires_grad"
+            warnings.warn(
+                f"{message} {type(optimizer).__name__} already. Fix: {hint}", stacklevel=2
+            )
         if new:
             optimizer.add_param_group({"params": new, "lr": rate})
 
@@ -157,8 +161,8 @@ class BackboneFinetuning(BaseFinetuning):
     ) -> None:
         epoch = unfreeze_backbone_at_epoch
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
-            what = f"backbone_finetuning: unfreeze_backbone_at_epoch={epoch!r}"
-            raise UsageError(f"{what} must be a whole number, at least 0.")
+            message = f"backbone_finetuning: unfreeze_backbone_at_epoch={epoch!r}"
+            raise UsageError(f"{message} must be a whole number, at least 0.")
         for name, rate in (
             ("backbone_initial_ratio_lr", backbone_initial_ratio_lr),
             ("backbone_initial_lr", backbone_initial_lr),
@@ -172,8 +176,8 @@ class BackboneFinetuning(BaseFinetuning):
 
     def freeze_before_training(self, pl_module: Module) -> None:
         if not isinstance(getattr(pl_module, "backbone", None), nn.Module):
-            what = f"backbone_finetuning: {type(pl_module).__name__} has no module 'backbone'"
-            raise UsageError(f"{what}. Fix: self.backbone = ..., or extend BaseFinetuning")
+            message = f"backbone_finetuning: {type(pl_module).__name__} has no module 'backbone'"
+            raise UsageError(f"{message}. Fix: self.backbone = ..., or extend BaseFinetuning")
         self.freeze(pl_module.backbone, self.train_bn)
 
     def finetune_function(self, pl_module: Module, epoch: int, optimizer: Optimizer) -> None:
@@ -234,8 +238,8 @@ def _each(modules: Modules) -> Iterator[nn.Module]:
     if isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleList):
         yield modules
     elif isinstance(modules, Iterable):
-        for one in modules:
-            yield from _each(one)
+        for module in modules:
+            yield from _each(module)
 
 
 def _set_frozen(one: nn.Module, frozen: bool) -> None:

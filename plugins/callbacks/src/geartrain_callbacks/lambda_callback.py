@@ -26,8 +26,8 @@ class LambdaCallback(Callback):
 
     def __init__(self, **functions: Callable[..., Any]) -> None:
         if not functions:
-            what = "LambdaCallback has no function, so it would do nothing"
-            raise UsageError(f"{what}. Fix: on_train_epoch_end=lambda trainer, pl_module: ...")
+            message = "LambdaCallback has no function, so it would do nothing"
+            raise UsageError(f"{message}. Fix: on_train_epoch_end=lambda trainer, pl_module: ...")
         for name, function in functions.items():
             if name not in CALLED:
                 instead = NOT_CALLED.get(name)

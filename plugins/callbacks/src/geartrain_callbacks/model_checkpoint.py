@@ -380,14 +380,14 @@ class ModelCheckpoint(PluginCallback):
         if run.loop.resumed is None:
             return
         kept = {self._best, self._last, *self._scores}
-        left = [
+        remaining = [
             name for name in self._old if name not in kept and is_own(folder, name, self._identity)
         ]
         if run.loop.resumed.path is None or _is_last(run.loop.resumed.path):
-            left += written_after(
+            remaining += written_after(
                 folder, self._identity, (run.epoch, run.step, run.loop.resumed.batch_idx), kept
             )
-        for name in left:
+        for name in remaining:
             delete(folder, name)
         self._old = []
 
@@ -513,8 +513,8 @@ class ModelCheckpoint(PluginCallback):
 
     def _report_and_delete(self, run: Run, turn: _Turn) -> None:
         if turn.name and self.verbose:
-            why = "" if turn.score is None else f": {self.monitor} = {turn.score:.6g}"
-            say(run, f"model_checkpoint: saved {self._path(turn.name)}{why}.")
+            reason = "" if turn.score is None else f": {self.monitor} = {turn.score:.6g}"
+            say(run, f"model_checkpoint: saved {self._path(turn.name)}{reason}.")
         self._delete_old(run)
 
     def _delete_old(self, run: Run) -> None:

@@ -96,8 +96,8 @@ def link(path: Path, target: Path) -> bool:
         new.symlink_to(os.path.relpath(target, path.parent))
         os.replace(new, path)
     except (OSError, NotImplementedError) as error:
-        what = f"geartrain-callbacks[model_checkpoint]: {path} cannot be a link ({error})"
-        warnings.warn(f"{what}, so it is a file", stacklevel=2)
+        message = f"geartrain-callbacks[model_checkpoint]: {path} cannot be a link ({error})"
+        warnings.warn(f"{message}, so it is a file", stacklevel=2)
         return False
     return True
 

@@ -44,16 +44,16 @@ class BasePredictionWriter(Callback):
     ) -> None:
         name = type(self).__name__
         if write_interval not in _INTERVALS:
-            fix = f"Fix: {', '.join(map(repr, _INTERVALS))}"
-            raise UsageError(f"{name}: write_interval={write_interval!r}. {fix}")
+            hint = f"Fix: {', '.join(map(repr, _INTERVALS))}"
+            raise UsageError(f"{name}: write_interval={write_interval!r}. {hint}")
         self.on_batch, self.on_epoch = "batch" in write_interval, "epoch" in write_interval
         for wanted, method in (
             (self.on_batch, "write_on_batch_end"),
             (self.on_epoch, "write_on_epoch_end"),
         ):
             if wanted and getattr(type(self), method) is getattr(BasePredictionWriter, method):
-                what = f"{name}: write_interval={write_interval!r} needs {method}"
-                raise UsageError(f"{what}. Fix: override it")
+                message = f"{name}: write_interval={write_interval!r} needs {method}"
+                raise UsageError(f"{message}. Fix: override it")
         #: For each loader the indices of batches that its sampler gave and that were not predicted.
         self._coming: list[deque[Any] | None] = []
         self._outputs: list[list[Any]] = []
@@ -120,10 +120,10 @@ class BasePredictionWriter(Callback):
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
         if self.on_epoch:
-            one = len(self._outputs) == 1
-            outputs = self._outputs[0] if one else self._outputs
+            is_single = len(self._outputs) == 1
+            outputs = self._outputs[0] if is_single else self._outputs
             self.write_on_epoch_end(
-                trainer, pl_module, outputs, self._indices[0] if one else self._indices
+                trainer, pl_module, outputs, self._indices[0] if is_single else self._indices
             )
         self._outputs, self._indices = [], []
 
@@ -206,16 +206,16 @@ class _WriterAdapter(Adapter):
 
     @hookimpl(wrapper=True)
     def shard_dataloader(self, run: Run, stage: str) -> Generator[None, Any, Any]:
-        mine = yield
+        outputs = yield
         if stage != "predict":
-            return mine
-        batches = getattr(mine, "batch_sampler", None)
-        if not isinstance(mine, DataLoader) or batches is None:
+            return outputs
+        batches = getattr(outputs, "batch_sampler", None)
+        if not isinstance(outputs, DataLoader) or batches is None:
             self.callback._coming.append(None)
-            return mine
+            return outputs
         coming: deque[Any] = deque()
         self.callback._coming.append(coming)
-        return with_samplers(mine, mine.sampler, _recorded(batches, coming))
+        return with_samplers(outputs, outputs.sampler, _recorded(batches, coming))
 
     @hookimpl
     def on_run_start(self, run: Run) -> None:

@@ -53,10 +53,10 @@ class ProgressBar(PluginCallback):
     @hookimpl
     def on_epoch_start(self, run: Run) -> None:
         if self._display is not None:
-            now = time.monotonic()
-            self._counts = [Count(_epoch(run), _batches_in_epoch(run), now, "steps")]
+            current = time.monotonic()
+            self._counts = [Count(_epoch(run), _batches_in_epoch(run), current, "steps")]
             self._first_step = run.step
-            self._due = now + self._display.pause
+            self._due = current + self._display.pause
 
     @hookimpl
     def on_step_end(self, run: Run) -> None:

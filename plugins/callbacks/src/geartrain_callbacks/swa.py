@@ -54,13 +54,13 @@ class StochasticWeightAveraging(EMA):
             raise UsageError(f"swa: swa_lrs={swa_lrs!r} must be a number above 0, or a list.")
         fraction = isinstance(swa_epoch_start, float) and 0.0 <= swa_epoch_start <= 1.0
         if not fraction and (type(swa_epoch_start) is not int or swa_epoch_start < 1):
-            what = f"swa: swa_epoch_start={swa_epoch_start!r}"
-            raise UsageError(f"{what}. Fix: an epoch, at least 1, or a fraction up to 1.0")
+            message = f"swa: swa_epoch_start={swa_epoch_start!r}"
+            raise UsageError(f"{message}. Fix: an epoch, at least 1, or a fraction up to 1.0")
         if type(annealing_epochs) is not int or annealing_epochs < 0:
             raise UsageError(f"swa: annealing_epochs={annealing_epochs!r} must be at least 0.")
         if annealing_strategy not in ("cos", "linear"):
-            what = f"swa: annealing_strategy={annealing_strategy!r}"
-            raise UsageError(f"{what}. Fix: 'cos' or 'linear'")
+            message = f"swa: annealing_strategy={annealing_strategy!r}"
+            raise UsageError(f"{message}. Fix: 'cos' or 'linear'")
         self.swa_lrs, self.swa_epoch_start = swa_lrs, swa_epoch_start
         self.annealing_epochs, self.annealing_strategy = annealing_epochs, annealing_strategy
         self._start = 0
@@ -70,13 +70,15 @@ class StochasticWeightAveraging(EMA):
     @hookimpl
     def check_plan(self, plan: Plan, module: Any) -> None:
         if getattr(module, "automatic_optimization", True) is False:
-            what = "geartrain-callbacks[swa] sets learning rates, and the module optimizes manually"
-            raise UsageError(f"{what}. Fix: use torch.optim.swa_utils in training_step")
+            message = (
+                "geartrain-callbacks[swa] sets learning rates, and the module optimizes manually"
+            )
+            raise UsageError(f"{message}. Fix: use torch.optim.swa_utils in training_step")
         start, epochs = self.swa_epoch_start, plan.options.max_epochs
         if isinstance(start, float):
             if epochs == -1:
-                what = f"swa: swa_epoch_start={start!r} is a fraction of max_epochs"
-                raise UsageError(f"{what}, which has no end. Fix: give max_epochs, or an epoch")
+                message = f"swa: swa_epoch_start={start!r} is a fraction of max_epochs"
+                raise UsageError(f"{message}, which has no end. Fix: give max_epochs, or an epoch")
             start = int(epochs * start)
         self._start = max(start - 1, 0)
 
@@ -89,11 +91,13 @@ class StochasticWeightAveraging(EMA):
         super().on_run_start(run)
         groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
         if len(run.optimizers) != 1:
-            what = f"geartrain-callbacks[swa]: the module has {len(run.optimizers)} optimizers"
-            raise UsageError(f"{what}. Fix: return one from configure_optimizers")
+            message = f"geartrain-callbacks[swa]: the module has {len(run.optimizers)} optimizers"
+            raise UsageError(f"{message}. Fix: return one from configure_optimizers")
         if isinstance(self.swa_lrs, list) and len(self.swa_lrs) != len(groups):
-            what = f"geartrain-callbacks[swa]: swa_lrs has {len(self.swa_lrs)} rates"
-            raise UsageError(f"{what}, and the optimizer {len(groups)} groups. Fix: one for each")
+            message = f"geartrain-callbacks[swa]: swa_lrs has {len(self.swa_lrs)} rates"
+            raise UsageError(
+                f"{message}, and the optimizer {len(groups)} groups. Fix: one for each"
+            )
 
     @hookimpl
     def on_epoch_start(self, run: Run) -> None:
@@ -122,8 +126,8 @@ class StochasticWeightAveraging(EMA):
     def on_epoch_end(self, run: Run) -> None:
         if run.epoch >= self._start:
             self.updates += 1
-            now = [w.to(a.dtype) for w, a in zip(self._weights, self._average, strict=True)]
-            torch._foreach_lerp_(self._average, now, 1 / self.updates)
+            current = [w.to(a.dtype) for w, a in zip(self._weights, self._average, strict=True)]
+            torch._foreach_lerp_(self._average, current, 1 / self.updates)
 
     @hookimpl
     def on_run_end(self, run: Run) -> None:
@@ -133,8 +137,10 @@ class StochasticWeightAveraging(EMA):
         if self.updates:
             _update_batch_norm(run)
         elif run.world.rank == 0:
-            what = f"geartrain-callbacks[swa] averaged nothing: epoch {self._start + 1} was not run"
-            warnings.warn(f"{what}. Fix: a smaller swa_epoch_start", stacklevel=2)
+            message = (
+                f"geartrain-callbacks[swa] averaged nothing: epoch {self._start + 1} was not run"
+            )
+            warnings.warn(f"{message}. Fix: a smaller swa_epoch_start", stacklevel=2)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "old_lrs": list(self._old_lrs)}

@@ -117,10 +117,10 @@ class Throughput(PluginCallback):
         if run.step % run.plan.options.log_every_n_steps:
             return
         _wait(run.device)  # the flush, which is next, waits for the device anyway
-        now = time.perf_counter()
-        if self._since is not None and now > self._since:
-            self._log(run, now - self._since)
-        self._since, self._done = now, [0, 0, 0]
+        current = time.perf_counter()
+        if self._since is not None and current > self._since:
+            self._log(run, current - self._since)
+        self._since, self._done = current, [0, 0, 0]
 
     @hookimpl(specname="on_validation_start")
     def _on_validation_start(self, run: Run) -> None:

@@ -40,7 +40,7 @@ _OF_SOME = {
 
 def option_names() -> frozenset[str]:
     """Return the names of all options, with underscores. A plugin must not use one of them."""
-    own = {
+    handled = {
         "help",
         "print_config",
         "quiet",
@@ -50,7 +50,7 @@ def option_names() -> frozenset[str]:
         *_REPEATED,
         *_REPEATED.values(),
     }
-    return frozenset(own | set(inspect.signature(Trainer).parameters))
+    return frozenset(handled | set(inspect.signature(Trainer).parameters))
 
 
 @dataclass
@@ -179,21 +179,21 @@ def _select_by_flag(names: Names, registry: Registry) -> None:
     found = {name for kind, name in KNOWN if kind == "plugin"}
     found |= {plugin.name for plugin in registry.of("plugin")}
     plugins = {name.replace("-", "_"): name for name in found}
-    rest: list[str] = []
+    others: list[str] = []
     for token, after in pairwise([*names.rest, "--"]):
         name, has_value, _ = token.removeprefix("--").partition("=")
         plugin = plugins.get(name) if token.startswith("--") else None
         selected = plugin in names.repeated["plugins"]
         is_flag = not has_value and after.startswith("--")
         if plugin is None or name in option_names() or (selected and not is_flag):
-            rest.append(token)
+            others.append(token)
         elif not is_flag:
             raise UsageError(
                 f"--{name} takes no value. Fix: use --{name}, and --{name}.OPTION VALUE"
             )
         elif not selected:
             names.repeated["plugins"].append(plugin)
-    names.rest = rest
+    names.rest = others
 
 
 def _normalise(argv: list[str]) -> list[str]:
@@ -263,10 +263,10 @@ def _read_config(path: str) -> dict[str, Any]:
 
 def _has_at_most(most: int, loaded: Any) -> bool:
     """True if there are at most ``most`` values. An alias counts each time; it may be recursive."""
-    left, count = [loaded], 0
-    while left and count <= most:
-        value = left.pop()
-        left += (
+    remaining, count = [loaded], 0
+    while remaining and count <= most:
+        value = remaining.pop()
+        remaining += (
             value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         )
         count += 1
@@ -446,9 +446,9 @@ def _parse(parser: ArgumentParser, names: Names) -> Namespace:
     for key in _OF_SOME - known:  # a file of another command's --print-config
         config.pop(key, None)
     config.update({key: value for key, value in names.repeated.items() if key in known and value})
-    left = [key for key, value in names.repeated.items() if key not in known and value]
-    if left:
-        raise UsageError(f"--{left[0]} belongs to geartrain explain")
+    remaining = [key for key, value in names.repeated.items() if key not in known and value]
+    if remaining:
+        raise UsageError(f"--{remaining[0]} belongs to geartrain explain")
     try:
         text = json.dumps(config)
     except (TypeError, ValueError) as error:
@@ -520,10 +520,10 @@ def _unknown_option(name: str, parser: ArgumentParser, names: Names) -> str:
                 f"Write: {write}"
             )
         if group in ("model", "data"):
-            what = "module" if group == "model" else "data module"
+            message = "module" if group == "model" else "data module"
             return (
-                f"--{typed}: the target has no {what} with arguments. "
-                f"Fix: leave it out, or give the {what}'s __init__ this argument"
+                f"--{typed}: the target has no {message} with arguments. "
+                f"Fix: leave it out, or give the {message}'s __init__ this argument"
             )
         if group == kind:
             return (

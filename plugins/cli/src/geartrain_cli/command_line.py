@@ -64,20 +64,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
-        commands = [f"  {name:11} {what}" for name, what in _listed(Registry()).items()]
+        commands = [f"  {name:11} {message}" for name, message in _listed(Registry()).items()]
         print(_USAGE.format(commands="\n".join(commands)))
         return 0 if arguments else 2
     if arguments[0] == "--version":
         print(f"geartrain {__version__}")
         return 0
-    rest, whole = _without_flag(arguments[1:])
-    return _guarded(arguments[0], lambda: _command(arguments[0])(arguments[0], rest), whole)
+    others, whole = _without_flag(arguments[1:])
+    return _guarded(arguments[0], lambda: _command(arguments[0])(arguments[0], others), whole)
 
 
 def _listed(registry: Registry) -> dict[str, str]:
     """Return all commands and descriptions, from metadata alone; also those not installed."""
     installed = {candidate.name: candidate for candidate in registry.of("command")}
-    listed = {name: what for name, what in _HELP.items() if name in installed}
+    listed = {name: message for name, message in _HELP.items() if name in installed}
     for name, candidate in installed.items():
         distribution = candidate.entry_point.dist
         summary = distribution.metadata.get("Summary", "") if distribution else ""
@@ -110,8 +110,8 @@ def _command(name: str) -> Callable[..., Any]:
 
 def _without_flag(arguments: Sequence[str]) -> tuple[list[str], bool]:
     """Remove ``--traceback``; also return True if it or the environment requests a traceback."""
-    rest = [argument for argument in arguments if argument != _WHOLE]
-    return rest, len(rest) < len(arguments) or bool(os.environ.get(_TRACEBACK))
+    others = [argument for argument in arguments if argument != _WHOLE]
+    return others, len(others) < len(arguments) or bool(os.environ.get(_TRACEBACK))
 
 
 def _guarded(name: str, action: Callable[[], Any], whole: bool) -> int:

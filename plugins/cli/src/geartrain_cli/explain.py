@@ -66,14 +66,14 @@ def _print_plan(console: Console, plan: Plan) -> None:
     table.add_row("batch size", *_batch_size(plan))
     if changed := _changed(plan):
         table.add_row("options", changed, "not the defaults")
-    for what, how in plan.notes.items():
-        table.add_row(what, how, f"set by {plan.strategy.name}")
+    for message, how in plan.notes.items():
+        table.add_row(message, how, f"set by {plan.strategy.name}")
     for choice in plan.plugins:
         table.add_row("plugin", _label(choice), choice.reason)
-    why: dict[str, list[str]] = {}
+    cause: dict[str, list[str]] = {}
     for label, reason in plan.passed_over.items():
-        why.setdefault(reason, []).append(label.partition("[")[2].rstrip("]") or label)
-    for reason, names in why.items():
+        cause.setdefault(reason, []).append(label.partition("[")[2].rstrip("]") or label)
+    for reason, names in cause.items():
         table.add_row("passed over", ", ".join(names), reason)
     console.print(table)
 
@@ -81,7 +81,9 @@ def _print_plan(console: Console, plan: Plan) -> None:
 def _changed(plan: Plan) -> str:
     """Return the options of the loop that are not the defaults."""
     pairs = ((f, getattr(plan.options, f.name)) for f in fields(plan.options))
-    return ", ".join(f"{field.name}={now!r}" for field, now in pairs if now != field.default)
+    return ", ".join(
+        f"{field.name}={current!r}" for field, current in pairs if current != field.default
+    )
 
 
 def _batch_size(plan: Plan) -> tuple[str, str]:
@@ -92,7 +94,7 @@ def _batch_size(plan: Plan) -> tuple[str, str]:
         (plan.num_nodes, "nodes"),
         (plan.options.accumulate_grad_batches, "accumulated"),
     )
-    more = "".join(f" × {number} {what}" for number, what in factors if number > 1)
+    more = "".join(f" × {number} {message}" for number, message in factors if number > 1)
     return f"global {plan.global_batch}", f"{plan.per_device_batch} per device{more}"
 
 

@@ -19,13 +19,13 @@ def panel(error: BaseException, command: str, option: str) -> str:
         command: the beginning of the message.
         option: the option for the whole traceback.
     """
-    message, found, fix = str(error).rpartition(" Fix: ")
-    if "\n" in fix:  # another rank's error, with its traceback
-        message, found, fix = "", "", str(error)
+    message, found, hint = str(error).rpartition(" Fix: ")
+    if "\n" in hint:  # another rank's error, with its traceback
+        message, found, hint = "", "", str(error)
     lines, notes = _user_lines(error), getattr(error, "__notes__", [])
-    parts = [f"{command}: {message or fix}", *notes, *(f"  {line}" for line in lines)]
+    parts = [f"{command}: {message or hint}", *notes, *(f"  {line}" for line in lines)]
     if found:
-        parts.append(f"Fix: {fix}")
+        parts.append(f"Fix: {hint}")
     if lines:
         parts.append(f"The whole traceback: {option}")
     return _printable("\n".join(parts))

@@ -56,8 +56,8 @@ class Compile:
         _check_name("mode", mode, _MODES)
         _check_name("backend", backend, torch._dynamo.list_backends(exclude_tags=()))
         if mode is not None and backend != "inductor":
-            what = f"{_WHO}: mode={mode!r} is of the backend inductor, not of {backend}"
-            raise UsageError(f"{what}. Fix: leave one of them out")
+            message = f"{_WHO}: mode={mode!r} is of the backend inductor, not of {backend}"
+            raise UsageError(f"{message}. Fix: leave one of them out")
         if self.regions == []:
             raise UsageError(f"{_WHO}: regions is empty. Fix: name a class, or leave regions out")
         self.backend = backend
@@ -86,8 +86,8 @@ class Compile:
         # Before the strategy wraps: DDP overlaps the reduction with compiled graphs only if it is
         # outside of them (torch/_dynamo/backends/distributed.py).
         compiled_calls: dict[Any, Callable[..., Any]] = {}
-        own = partial(torch.compile, backend=self.backend, **self._options)
-        compiler = getattr(user_module, "_compile_with", own)
+        compiled = partial(torch.compile, backend=self.backend, **self._options)
+        compiler = getattr(user_module, "_compile_with", compiled)
         for module in self.compiled.values():
             alike = type(module), repr(module), tuple(p.shape for p in module.parameters())
             if alike not in compiled_calls:
@@ -120,15 +120,15 @@ class Compile:
         if self.regions is None:
             found = dict(_networks(module))
             if not found:
-                what = f"{_WHO}: {name} has no submodule with parameters, and no forward"
-                raise error(f"{what}. Fix: compute in one of them, or leave compile out")
+                message = f"{_WHO}: {name} has no submodule with parameters, and no forward"
+                raise error(f"{message}. Fix: compute in one of them, or leave compile out")
             return found
         found = {n: m for n, m in module.named_modules() if type(m).__name__ in self.regions}
         classes = {type(m).__name__ for m in module.modules()}
         for region in self.regions:
             if region not in classes:
-                what = f"{_WHO}: {name} has no submodule of a class {region!r}"
-                raise error(f"{what}. Fix: use a class in it. {nearest(region, classes)}")
+                message = f"{_WHO}: {name} has no submodule of a class {region!r}"
+                raise error(f"{message}. Fix: use a class in it. {nearest(region, classes)}")
         return found
 
 
@@ -183,8 +183,8 @@ def _compile_calls_of(module: nn.Module, compiled: Callable[..., Any]) -> None:
 
 def _check_name(option: str, value: str | None, known: Collection[str]) -> None:
     if value is not None and value not in known:
-        what = f"{_WHO}: {option}={value!r} does not exist"
-        raise UsageError(f"{what}. Fix: use a known one. {nearest(value, known)}")
+        message = f"{_WHO}: {option}={value!r} does not exist"
+        raise UsageError(f"{message}. Fix: use a known one. {nearest(value, known)}")
 
 
 def _check_cpp_compiler() -> None:
@@ -199,5 +199,5 @@ def _check_cpp_compiler() -> None:
     try:
         get_cpp_compiler()
     except (InvalidCxxCompiler, OSError):
-        what = f"{_WHO}: torch finds no C++ compiler, which inductor needs on the CPU"
-        raise UsageError(f"{what}. Fix: install g++, or set CXX to a compiler") from None
+        message = f"{_WHO}: torch finds no C++ compiler, which inductor needs on the CPU"
+        raise UsageError(f"{message}. Fix: install g++, or set CXX to a compiler") from None

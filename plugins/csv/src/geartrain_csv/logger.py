@@ -73,11 +73,11 @@ class CSVLogger:
     @hookimpl
     def log_metrics(self, run: Run, metrics: Mapping[str, float], step: int) -> None:
         if self._table is not None:
-            own = {
+            columns = {
                 f"metric_{name}" if name in COLUMNS else name: value
                 for name, value in metrics.items()
             }
-            self._table.add({"step": step, "epoch": run.epoch, "stage": run.stage, **own})
+            self._table.add({"step": step, "epoch": run.epoch, "stage": run.stage, **columns})
 
     @hookimpl
     def on_run_end(self) -> None:

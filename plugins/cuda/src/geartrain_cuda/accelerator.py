@@ -242,11 +242,11 @@ def _occupy(label: str, index: int) -> None:
         seen = next((item for item in look() if item.index == index), None)
         if seen is None:
             problem = f"there is no GPU {index}; {CUDAAccelerator.device_count()} are visible"
-            fix = "choose visible devices="
+            hint = "choose visible devices="
         elif seen.taken:
             problem = f"{seen.name} cannot be used, taken by {seen.taken}"
-            fix = "end those processes, use other devices=, or --accelerator.auto_select true"
+            hint = "end those processes, use other devices=, or --accelerator.auto_select true"
         else:
-            problem, fix = f"{seen.name} cannot be used", "run geartrain doctor"
+            problem, hint = f"{seen.name} cannot be used", "run geartrain doctor"
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise TrainingError(f"{label}: {problem}: {reason}. Fix: {fix}") from error
+        raise TrainingError(f"{label}: {problem}: {reason}. Fix: {hint}") from error

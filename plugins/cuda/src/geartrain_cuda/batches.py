@@ -282,10 +282,10 @@ def most(run: Run, stage: str, index: int) -> int | None:
     """Return the maximum number of batches that the loop reads from a loader, if it is known."""
     options, count = run.plan.options, run.stages[stage].batches[index]
     if stage == "train":
-        left = None
+        remaining = None
         if options.max_steps != -1:
-            left = (options.max_steps - run.step) * options.accumulate_grad_batches
-        return min((number for number in (count, left) if number is not None), default=None)
+            remaining = (options.max_steps - run.step) * options.accumulate_grad_batches
+        return min((number for number in (count, remaining) if number is not None), default=None)
     sanity = options.num_sanity_val_steps
     if run.stage == "sanity_check" and sanity != -1:
         count = sanity if count is None else min(count, sanity)

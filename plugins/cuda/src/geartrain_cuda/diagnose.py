@@ -98,8 +98,8 @@ def diagnose() -> dict[str, Any]:
     except Unavailable as error:
         facts["nvml"] = str(error)
         if torch.version.cuda is not None:
-            fix = ". Fix: load the NVIDIA driver (nvidia-smi must work)"
-            problems.append(f"{error}{'' if 'Fix: ' in str(error) else fix}")
+            hint = ". Fix: load the NVIDIA driver (nvidia-smi must work)"
+            problems.append(f"{error}{'' if 'Fix: ' in str(error) else hint}")
     except Exception as error:  # the report must not fail
         problems.append(
             f"NVML returned an unexpected value: {type(error).__name__}: {error}. "

@@ -64,13 +64,13 @@ class Stats:
         links = _links(gpu)
         figures = _figures(gpu)
         before = self._links.get(index, links)
-        now = _links(gpu)
-        if before is not None and now is not None and now[0] > before[0]:
-            self._links[index] = now
-            seconds = now[0] - before[0]
+        current = _links(gpu)
+        if before is not None and current is not None and current[0] > before[0]:
+            self._links[index] = current
+            seconds = current[0] - before[0]
             # After a reset, counters start again at 0: the rate must not be negative.
-            figures["nvlink_tx_mib_per_s"] = max(0.0, now[1] - before[1]) / 1024 / seconds
-            figures["nvlink_rx_mib_per_s"] = max(0.0, now[2] - before[2]) / 1024 / seconds
+            figures["nvlink_tx_mib_per_s"] = max(0.0, current[1] - before[1]) / 1024 / seconds
+            figures["nvlink_rx_mib_per_s"] = max(0.0, current[2] - before[2]) / 1024 / seconds
         return figures
 
 

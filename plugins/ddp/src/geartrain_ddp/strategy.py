@@ -134,13 +134,13 @@ class DDPStrategy(ProcessGroupStrategy):
     def check_plan(self, plan: Plan) -> None:
         accelerator = plan.accelerator.name
         backend = self.process_group_backend or _default_backend(accelerator)
-        here = [name for name in _BACKENDS if plan.assumed or dist.is_backend_available(name)]
-        right = [name for name in here if name != "nccl" or accelerator == "cuda"]
+        available = [name for name in _BACKENDS if plan.assumed or dist.is_backend_available(name)]
+        right = [name for name in available if name != "nccl" or accelerator == "cuda"]
         if backend not in right:
-            fix = " or ".join(right) or "a torch built with a backend"
+            hint = " or ".join(right) or "a torch built with a backend"
             raise UsageError(
                 f"{plan.strategy.label}: process_group_backend={backend!r} cannot be used on "
-                f"{accelerator}. Fix: {fix}"
+                f"{accelerator}. Fix: {hint}"
             )
 
     @hookimpl

@@ -68,8 +68,8 @@ class Monitor:
                 self._wake.clear()
         except Exception as error:
             self._run.hooks.blame(error)
-            said = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-            self.notes.append(f"device_stats takes no more samples; training continues: {said}")
+            text = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+            self.notes.append(f"device_stats takes no more samples; training continues: {text}")
         finally:
             self._sampled.set()
 
@@ -92,14 +92,14 @@ def sample(run: Run) -> dict[str, float]:
     for given in run.hooks.device_stats(run=run):
         for name, value in given.items():
             if name in figures or isinstance(value, bool) or not isinstance(value, int | float):
-                what = (
+                message = (
                     f"gives {name!r} twice"
                     if name in figures
                     else f"gives {name}={value!r}, which is not a number"
                 )
-                whose = ", ".join(choice.label for choice in run.hooks.implementers("device_stats"))
+                owner = ", ".join(choice.label for choice in run.hooks.implementers("device_stats"))
                 raise TrainingError(
-                    f"device_stats of {whose} {what}. "
+                    f"device_stats of {owner} {message}. "
                     "Fix: take one of them out, or give its figures other names"
                 )
             figures[name] = float(value)
@@ -109,8 +109,8 @@ def sample(run: Run) -> dict[str, float]:
 def _only_the_cpu(run: Run) -> str:
     accelerator = run.plan.accelerator
     asked = accelerator in run.hooks.implementers("device_stats")
-    why = "its device_stats gave none" if asked else "it has no device_stats"
+    reason = "its device_stats gave none" if asked else "it has no device_stats"
     return (
-        f"device_stats: {accelerator.name} ({accelerator.label}) reports no figures ({why}); "
+        f"device_stats: {accelerator.name} ({accelerator.label}) reports no figures ({reason}); "
         "only the CPU's are logged"
     )

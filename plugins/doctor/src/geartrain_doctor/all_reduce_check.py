@@ -231,9 +231,11 @@ def _wait(ranks: list[_Rank], supervisor: Supervisor) -> None:
     """Wait for both ranks until the deadline. After one fails, give the other time to fail too."""
     deadline = time.monotonic() + DEADLINE
     while (
-        supervisor.running and not supervisor.failures and (left := deadline - time.monotonic()) > 0
+        supervisor.running
+        and not supervisor.failures
+        and (remaining := deadline - time.monotonic()) > 0
     ):
-        supervisor.wait(left)
+        supervisor.wait(remaining)
         supervisor.look()
     if not supervisor.failures:
         supervisor.begin_end()

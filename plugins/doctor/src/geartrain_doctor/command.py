@@ -29,13 +29,13 @@ def command(name: str, argv: list[str]) -> None:
             TARGET cannot be read.
         GeartrainError: something must be fixed; the output lists it.
     """
-    options, rest = _read(name, argv)
+    options, others = _read(name, argv)
     registry = Registry()
     if options.accelerator.lower() not in ("auto", "gpu"):
         registry.find("accelerator", options.accelerator)
     # Output of plugins and of the target must not mix with the report.
     with contextlib.redirect_stdout(sys.stderr), _progress() as says:
-        request = _target(options.pickle, rest)
+        request = _target(options.pickle, others)
         sections = list(_examine(options, registry, request, says))
     findings = list(dict.fromkeys(finding for section in sections for finding in section.findings))
     fixes, warnings = (
@@ -79,11 +79,11 @@ def _read(name: str, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         help="find attributes of a target that cannot be pickled; accepts --model.ARG, --data.ARG",
     )
     try:
-        options, rest = parser.parse_known_args(argv)
+        options, others = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise UsageError(str(error)) from error
     following = False
-    for token in rest:
+    for token in others:
         if token.startswith(("--model.", "--data.")):
             if options.pickle is None:
                 option = token.partition("=")[0]
@@ -93,7 +93,7 @@ def _read(name: str, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             raise UsageError(f"there is no option {token}. {_hint(token)}")
         else:
             following = False
-    return options, rest
+    return options, others
 
 
 def _hint(token: str) -> str:

@@ -35,20 +35,27 @@ def machine(section: Section) -> None:
 
 def _disks(section: Section) -> None:
     disks = section.facts["disk"] = {}
-    for what, path in (("current folder", os.getcwd()), ("temporary folder", _temporary(section))):
+    for message, path in (
+        ("current folder", os.getcwd()),
+        ("temporary folder", _temporary(section)),
+    ):
         if path is None:
             continue
         usage = shutil.disk_usage(path)
-        disks[what] = {"path": path, "free_mib": usage.free // MIB, "total_mib": usage.total // MIB}
+        disks[message] = {
+            "path": path,
+            "free_mib": usage.free // MIB,
+            "total_mib": usage.total // MIB,
+        }
         if usage.free < _DISK:
-            fix = (
+            hint = (
                 "free some, or --output DIR on another disk"
-                if what == "current folder"
+                if message == "current folder"
                 else "free some, or set TMPDIR"
             )
-            section.problem(f"the {what} ({path}) has {usage.free // MIB} MiB free", fix)
+            section.problem(f"the {message} ({path}) has {usage.free // MIB} MiB free", hint)
         if not os.access(path, os.W_OK):
-            section.warn(f"the {what} ({path}) cannot be written to", "--output DIR elsewhere")
+            section.warn(f"the {message} ({path}) cannot be written to", "--output DIR elsewhere")
 
 
 def _temporary(section: Section) -> str | None:
@@ -150,18 +157,21 @@ def _memory(section: Section) -> None:
         lines = (_PROC / "meminfo").read_text().splitlines()
     except OSError:  # not Linux
         return
-    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
-    total, left = kib["MemTotal"] // 1024, kib.get("MemAvailable", kib["MemFree"]) // 1024
-    facts["total_mib"], facts["available_mib"] = total, left
+    kib = {
+        name: int(others.split()[0]) for name, _, others in (line.partition(":") for line in lines)
+    }
+    total, remaining = kib["MemTotal"] // 1024, kib.get("MemAvailable", kib["MemFree"]) // 1024
+    facts["total_mib"], facts["available_mib"] = total, remaining
     # In version 1, a huge number means no limit.
     limits = [(limit, free) for limit, free in _memory_limits() if limit // MIB < total]
     if limits:
         limit, free = (min(numbers) // MIB for numbers in zip(*limits, strict=True))
         facts["cgroup_mib"], facts["cgroup_free_mib"] = limit, free
-        left = min(left, free)
-    if left * MIB < _MEMORY:
+        remaining = min(remaining, free)
+    if remaining * MIB < _MEMORY:
         section.warn(
-            f"{left} MiB of memory are available", "stop other programs, or give the container more"
+            f"{remaining} MiB of memory are available",
+            "stop other programs, or give the container more",
         )
 
 
@@ -179,12 +189,12 @@ def _groups(controller: str) -> Iterator[Path]:
         lines = [line.split(":", 2) for line in (_PROC / "self/cgroup").read_text().splitlines()]
     except OSError:
         return
-    mine = {
+    limits = {
         key: path.strip("/") for _, controllers, path in lines for key in controllers.split(",")
     }
     for root, group in (
-        (_CGROUP, mine.get("", "")),
-        (_CGROUP / controller, mine.get(controller, "")),
+        (_CGROUP, limits.get("", "")),
+        (_CGROUP / controller, limits.get(controller, "")),
     ):
         place = root / group
         yield from (

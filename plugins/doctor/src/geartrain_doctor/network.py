@@ -69,8 +69,8 @@ def _connects(family: int, address: str) -> dict[str, Any]:
             socket.socket(family, socket.SOCK_STREAM) as listener,
             socket.socket(family, socket.SOCK_STREAM) as client,
         ):
-            for one in (listener, client):
-                one.settimeout(_PATIENCE)
+            for connection in (listener, client):
+                connection.settimeout(_PATIENCE)
             listener.bind((address, 0))
             listener.listen(1)
             found["port"] = listener.getsockname()[1]
@@ -158,19 +158,19 @@ def _launched(section: Section) -> None:
     section.facts["launcher"] = place.launcher
     by_hand = place.launcher == "environment"
     source = "the environment" if by_hand else place.launcher
-    what = f"{source} says that this process is rank {place.rank} of {place.size}"
+    message = f"{source} says that this process is rank {place.rank} of {place.size}"
     unset = f"unset {' '.join(section.facts['launcher_variables'])}"
     if place.size == 1:
         return
     # Variables that were set by hand may be leftovers; then a run in one process hangs.
     if by_hand:
         section.problem(
-            f"{what} (WORLD_SIZE and LOCAL_RANK are set): a run would wait for the other ranks",
+            f"{message} (WORLD_SIZE and LOCAL_RANK are set): a run would wait for the other ranks",
             f"{unset}, or start all ranks",
         )
     else:
         section.warn(
-            f"{what}: a run here joins the other ranks and starts none",
+            f"{message}: a run here joins the other ranks and starts none",
             f"{unset}, if no launcher started this process",
         )
 

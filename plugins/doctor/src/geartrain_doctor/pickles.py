@@ -53,8 +53,8 @@ def pickles(section: Section, request: Request) -> None:
             facts["refused"].append(
                 _row(found, "ddp_spawn by forkserver or spawn", needed=not by_name)
             )
-            what = f"{found.path}: {found.what} cannot be pickled ({found.why})"
-            section.problem(what, _BY_NAME if by_name else _IN_SETUP, must=not by_name)
+            message = f"{found.path}: {found.what} cannot be pickled ({found.why})"
+            section.problem(message, _BY_NAME if by_name else _IN_SETUP, must=not by_name)
     owners = [thing for thing in (data, model) if thing is not None]
     _attach(request.trainer, model, data)
     try:
@@ -105,7 +105,11 @@ def _loaders(owners: list[Any], source: DataSource, model: Any) -> Iterator[tupl
     for owner in owners:
         owner.setup("fit")
     for stage in ("train", "validate"):
-        loaders = [one for given in source.loaders(stage, model) for one in single_loaders(given)]
+        loaders = [
+            single_loader
+            for given in source.loaders(stage, model)
+            for single_loader in single_loaders(given)
+        ]
         for i, loader in enumerate(loaders):
             yield source.method(stage) + (f"[{i}]" if len(loaders) > 1 else ""), loader
 
@@ -122,14 +126,14 @@ def _look_at_loader(section: Section, name: str, loader: Any) -> None:
             section.facts["refused"].append(
                 _row(found, "loader workers by forkserver or spawn", needed)
             )
-            now = (
+            current = (
                 f"num_workers={loader.num_workers}, workers start by {method}"
                 if loader.num_workers
                 else "num_workers=0"
             )
             section.problem(
                 f"{found.path}: {found.what} cannot be pickled ({found.why}), and loader workers "
-                f"that are not forked need it: {now}",
+                f"that are not forked need it: {current}",
                 "use a function or class that can be imported, create the object in the worker, or "
                 "set multiprocessing_context='fork'",
                 must=needed,

@@ -32,8 +32,8 @@ def check_backend(given: str, chosen: Mapping[str, Any] | None, devices: int | N
     except Exception:  # no importable torch: the checks report it
         return
     if given not in have:
-        fix = " or ".join(have) or "install a torch with torch.distributed"
-        raise UsageError(f"--backend {given}: this torch does not have it. Fix: {fix}")
+        hint = " or ".join(have) or "install a torch with torch.distributed"
+        raise UsageError(f"--backend {given}: this torch does not have it. Fix: {hint}")
     if given == "nccl" and (chosen is None or chosen["name"] != "cuda" or (devices or 0) < 2):
         found = "no accelerator" if chosen is None else f"{devices} of {chosen['name']}"
         raise UsageError(
@@ -73,8 +73,8 @@ def processes(
     if sys.platform == "win32":
         facts["why"] = "not tried on Windows"
         return
-    backend, why = choose_backend(given, chosen, devices)
-    facts |= {"backend": backend, "why": why}
+    backend, reason = choose_backend(given, chosen, devices)
+    facts |= {"backend": backend, "why": reason}
     if backend not in backends():
         facts["error"] = f"this torch has no {backend}"
         section.problem(

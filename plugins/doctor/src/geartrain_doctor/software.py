@@ -46,8 +46,8 @@ def versions(section: Section, registry: Registry) -> None:
     }
     facts["torch"] = None
     for candidate in installed.values():
-        for what, fix in _unmet(candidate):
-            section.problem(what, fix)
+        for message, hint in _unmet(candidate):
+            section.problem(message, hint)
     facts["nvidia_driver"] = _nvidia_driver()
     if not has_torch():
         section.problem(
@@ -186,8 +186,8 @@ def _choose(section: Section, registry: Registry, wanted: str) -> dict[str, Any]
         part, passed_over = select_accelerator(registry, wanted, {}, {})
     except UsageError as error:
         if has_torch():  # otherwise the missing torch is the reason, and it is already reported
-            fix = "" if "Fix: " in str(error) else "fix the cause, or --accelerator auto"
-            section.problem(str(error), fix)
+            hint = "" if "Fix: " in str(error) else "fix the cause, or --accelerator auto"
+            section.problem(str(error), hint)
         return None
     return {"name": part.info.name, "why": part.info.reason, "passed_over": passed_over}
 
@@ -299,8 +299,8 @@ def _diagnosis(
 def _load(section: Section, registry: Registry, candidate: InstalledPlugin) -> Any:
     """Return a candidate's class. ``None`` if it is blocked, or (with a problem) not importable."""
     if candidate.contested and candidate.state == "failed":
-        what, _, fix = candidate.reason.partition("; ")
-        section.problem(f"{candidate.kind} {candidate.name!r}: {what}", fix)
+        message, _, hint = candidate.reason.partition("; ")
+        section.problem(f"{candidate.kind} {candidate.name!r}: {message}", hint)
     if candidate.state != "available":
         return None
     try:

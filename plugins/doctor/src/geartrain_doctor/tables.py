@@ -50,8 +50,8 @@ def _pairs(title: str, rows: Rows) -> Table:
     table = Table(title=title, box=box.ROUNDED, show_header=False)
     table.add_column("what")
     table.add_column("found", overflow="fold")
-    for what, found in rows:
-        table.add_row(what, found)
+    for message, found in rows:
+        table.add_row(message, found)
     return table
 
 
@@ -214,8 +214,8 @@ def _machine(section: Section) -> Iterator[Table]:
     facts = section.facts
 
     def rows() -> Rows:
-        for what, disk in facts.get("disk", {}).items():
-            yield what, f"{_size(disk)} ({disk['path']})"
+        for message, disk in facts.get("disk", {}).items():
+            yield message, f"{_size(disk)} ({disk['path']})"
         shared = facts.get("shared_memory")
         yield "/dev/shm", "-" if shared is None else _size(shared)
         files = facts.get("open_files")

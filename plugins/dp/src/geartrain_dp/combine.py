@@ -37,10 +37,12 @@ def combine(method: str, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
         return outputs[0]
     sums: dict[str, Any] = {}
     if method == "training_step" and all(
-        isinstance(one, Mapping) and one.keys() >= {"loss", "weight"} for one in outputs
+        isinstance(output, Mapping) and output.keys() >= {"loss", "weight"} for output in outputs
     ):
-        sums = {name: sum(one[name] for one in outputs) for name in ("loss", "weight")}
-        outputs = [{name: one[name] for name in one.keys() - sums.keys()} for one in outputs]
+        sums = {name: sum(output[name] for output in outputs) for name in ("loss", "weight")}
+        outputs = [
+            {name: output[name] for name in output.keys() - sums.keys()} for output in outputs
+        ]
     combined = _combine(method, method, list(outputs), sizes)
     return {**combined, **sums} if sums else combined
 
@@ -99,8 +101,8 @@ def _nested(
 ) -> Any:
     by_name = [dict(items) for items in inner]
     if any(items.keys() != by_name[0].keys() for items in by_name):
-        odd = next(name for items in by_name for name in by_name[0].keys() ^ items.keys())
-        _unclear(method, path + odd, "is not in all parts")
+        missing = next(name for items in by_name for name in by_name[0].keys() ^ items.keys())
+        _unclear(method, path + missing, "is not in all parts")
     done = iter(
         [
             _combine(method, path + name, [items[name] for items in by_name], sizes)
@@ -121,9 +123,9 @@ def _unclear(method: str, path: str, what: str) -> NoReturn:
     where = f"the output of {method}"
     if path != method:
         where += f" under {path.removeprefix(method)}"
-    fix = (
+    hint = (
         "return tensors, which are concatenated"
         if method == "predict_step"
         else f"define {method}_end(outputs), which gets the outputs of all parts"
     )
-    raise TrainingError(f"{where} {what}, so the parts cannot be combined. Fix: {fix}")
+    raise TrainingError(f"{where} {what}, so the parts cannot be combined. Fix: {hint}")

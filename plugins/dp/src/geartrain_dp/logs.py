@@ -75,14 +75,14 @@ class PartLogs:
 
     def log(self, name: str, value: Any, *, batch_size: int | None = None, **options: Any) -> None:
         index = getattr(self._here, "index", None)
-        one = (
+        is_number = (
             value.numel() == 1
             if isinstance(value, torch.Tensor)
             else isinstance(value, Number) and not isinstance(value, complex)
         )
         if index is not None and is_metric(value):
-            value, one = self._metrics.seen(name, value), True
-        if index is None or not one or not isinstance(name, str):
+            value, is_number = self._metrics.seen(name, value), True
+        if index is None or not is_number or not isinstance(name, str):
             # Logged outside a part; or wrong, so that core's error shows the user's line.
             self._logs.log(name, value, batch_size=batch_size, **options)
             return
@@ -99,10 +99,10 @@ class PartLogs:
     def _replay(self) -> None:
         for (name, _), by_part in self._calls.items():
             calls = [by_part[index] for index in sorted(by_part)]
-            odd = next((call for call in calls if call.options != calls[0].options), None)
-            if odd is not None:  # let core's error name the option that differs
+            differing = next((call for call in calls if call.options != calls[0].options), None)
+            if differing is not None:  # let core's error name the option that differs
                 self._log(name, calls[0].value, calls[0].batch_size, calls[0].options)
-                self._log(name, odd.value, odd.batch_size, odd.options)
+                self._log(name, differing.value, differing.batch_size, differing.options)
             if any(isinstance(call.value, Seen) for call in calls):
                 self._replay_metric(name, calls)
                 continue

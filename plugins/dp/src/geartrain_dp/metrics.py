@@ -57,9 +57,9 @@ class PartMetrics:
             for metric in filter(is_metric, self.modules.values()):
                 stack.callback(metric.register_forward_hook(self._called, with_kwargs=True).remove)
                 if self._devices[0].type != "cpu":
-                    own = metric.update
-                    stack.callback(setattr, metric, "update", own)
-                    metric.update = partial(_update, own, self._devices[0])  # type: ignore[assignment]
+                    update = metric.update
+                    stack.callback(setattr, metric, "update", update)
+                    metric.update = partial(_update, update, self._devices[0])  # type: ignore[assignment]
             yield
 
     def begin(self, part: int) -> None:
@@ -102,7 +102,7 @@ def whole_batch(
             of the epoch, so it is not copied for each batch.
         name: the name under which the module logs the metric.
     """
-    metric, calls = seen[0].metric, [one.call for one in seen if one.call is not None]
+    metric, calls = seen[0].metric, [call.call for call in seen if call.call is not None]
     if len(calls) < len(seen):
         metric._forward_cache = None  # core's error says that the metric was not called
         return
@@ -130,16 +130,16 @@ def refuse_metrics(network: nn.Module, label: str, nodes: bool) -> None:
     """
     for path, metric in find_metrics(network):
         for module in filter(is_metric, metric.modules()):
-            what = f"{label}: {path.removeprefix('module.')} ({type(module).__name__})"
+            message = f"{label}: {path.removeprefix('module.')} ({type(module).__name__})"
             if any((cls.__module__, cls.__name__) == _WINDOW for cls in type(module).__mro__):
                 raise TrainingError(
-                    f"{what} keeps a window of updates, but each part of a batch is one update. "
+                    f"{message} keeps a window of updates, but each part of a batch is one update. "
                     "Fix: --strategy ddp"
                 )
             if nodes and module.dist_sync_on_step:
                 raise TrainingError(
-                    f"{what} has dist_sync_on_step=True, but nodes may have different numbers of "
-                    "parts. Fix: remove dist_sync_on_step, or --strategy ddp"
+                    f"{message} has dist_sync_on_step=True, but nodes may have different "
+                    "numbers of parts. Fix: remove dist_sync_on_step, or --strategy ddp"
                 )
 
 

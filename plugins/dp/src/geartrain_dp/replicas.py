@@ -87,7 +87,7 @@ class Replicas(nn.Module):
     def forward(self, method: str, *args: Any) -> Any:
         if len(self.devices) == 1:
             return self.part.step(method, *args)
-        batch, *rest = args
+        batch, *others = args
         parts, sizes = split(batch, len(self.devices))
         devices = self.devices[: len(parts)]
         metrics = PartMetrics(self.part, devices)
@@ -100,7 +100,7 @@ class Replicas(nn.Module):
             with metrics.watched():
                 outputs = _apply(
                     replicas,
-                    [(method, part, *rest) for part in parts],
+                    [(method, part, *others) for part in parts],
                     devices,
                     side_by_side=not metrics.modules,
                 )
@@ -118,12 +118,12 @@ class Replicas(nn.Module):
         replicas = [cast(LoadedPlugin, replica) for replica in made]
         for index, (replica, device) in enumerate(zip(replicas, devices, strict=True)):
             replica.index, replica.logs = index, logs
-            own = copy.copy(self._run)
-            own.device = device  # self.device of the replica
-            vars(replica.step.module)["_run"] = own
+            replica_run = copy.copy(self._run)
+            replica_run.device = device  # self.device of the replica
+            vars(replica.step.module)["_run"] = replica_run
             if index:  # images and the like are those of the first part
                 vars(replica.step.module).update(dict.fromkeys(_MEDIA, _log_nothing))
-            if own.world.size > 1:
+            if replica_run.world.size > 1:
                 vars(replica.step.module)["all_gather"] = self._refuse_all_gather
         return replicas
 
@@ -154,9 +154,9 @@ def _check(step: StepForwarder, first: torch.device, label: str) -> None:
         # torch.compile(net) would even empty the original's parameters.
         compiled = "_orig_mod" in module._modules or module._compiled_call_impl is not None
         if compiled or isinstance(module, torch.jit.ScriptModule):
-            what = "compiled" if compiled else "a ScriptModule"
+            message = "compiled" if compiled else "a ScriptModule"
             raise TrainingError(
-                f"{label}: {name} is {what}, which cannot be replicated. "
+                f"{label}: {name} is {message}, which cannot be replicated. "
                 "Fix: use the plain module, or --strategy ddp"
             )
         if any(

@@ -29,17 +29,17 @@ class Watch:
     """
 
     def __init__(self, replicas: Sequence[nn.Module], kept: Container[int] = ()) -> None:
-        own = [
+        found = [
             [(name, module) for name, module in replica.named_modules() if id(module) not in kept]
             for replica in replicas
         ]
         self._modules = [
-            [(name, module, _held(module)) for name, module in modules] for modules in own
+            [(name, module, _held(module)) for name, module in modules] for modules in found
         ]
         # The first replica has the module's buffers, so in-place changes of them are kept.
         self._buffers = [
             (f"{path}.{name}" if path else name, buffer, buffer._version)
-            for modules in own[1:]
+            for modules in found[1:]
             for path, module in modules
             for name, buffer in module._buffers.items()
             if buffer is not None
@@ -75,9 +75,9 @@ class Watch:
         for name, buffer, version in self._buffers:
             if buffer._version != version:
                 yield name
-                module, _, own = name.rpartition(".")
+                module, _, attribute = name.rpartition(".")
                 # torch's batch_norm also changes its statistics, but does not count that.
-                if own == "num_batches_tracked":
+                if attribute == "num_batches_tracked":
                     yield from (f"{module}.running_mean", f"{module}.running_var")
 
     def _lost(self) -> Iterator[str]:

@@ -134,9 +134,9 @@ def check_here(plan: Plan, op: str, timeline: str | None) -> None:
     # Checked here because Horovod would abort the process from its background thread.
     if op == "adasum" and several and not meets_by_mpi(place):
         built = horovod().mpi_built()
-        why = "the ranks meet by Gloo" if built else "this Horovod was built without it"
+        cause = "the ranks meet by Gloo" if built else "this Horovod was built without it"
         raise UsageError(
-            f"{plan.strategy.label}: op='adasum' needs MPI, and {why}. "
+            f"{plan.strategy.label}: op='adasum' needs MPI, and {cause}. "
             "Fix: build Horovod with HOROVOD_WITH_MPI=1 and start the program under mpirun or "
             "horovodrun --mpi; or op='average'"
         )

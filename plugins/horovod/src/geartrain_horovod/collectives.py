@@ -213,10 +213,10 @@ class Collectives:
 
     def broadcast(self, obj: Any, src: int) -> Any:
         """Return rank ``src``'s object on every rank."""
-        name, mine = self.next_name("broadcast"), self.rank == src
+        name, is_source = self.next_name("broadcast"), self.rank == src
         data = (
             torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-            if mine
+            if is_source
             else torch.empty(0, dtype=torch.uint8)
         )
         size = torch.tensor([len(data)])
@@ -225,9 +225,9 @@ class Collectives:
             f"{name}.size",
             "broadcast",
         )
-        data = data if mine else torch.empty(int(size), dtype=torch.uint8)
+        data = data if is_source else torch.empty(int(size), dtype=torch.uint8)
         data = self.wait(self.start("broadcast_async_", data, src, name=name), name, "broadcast")
-        return obj if mine else pickle.loads(ctypes.string_at(data.data_ptr(), len(data)))
+        return obj if is_source else pickle.loads(ctypes.string_at(data.data_ptr(), len(data)))
 
     def broadcast_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
         """Copy rank 0's tensors to every rank, in place. All are sent at the same time."""

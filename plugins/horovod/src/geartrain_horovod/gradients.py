@@ -194,10 +194,10 @@ class Gradients:
             options |= {"prescale_factor": 1 / how.predivide, "postscale_factor": how.predivide}
         if self._process_set is not None:
             options["process_set"] = self._process_set
-        one = len(copies) == 1
+        is_single = len(copies) == 1
         handle = self._collectives.start(
-            "allreduce_async_" if one else "grouped_allreduce_async_",
-            copies[0] if one else copies,
+            "allreduce_async_" if is_single else "grouped_allreduce_async_",
+            copies[0] if is_single else copies,
             **options,
         )
         unit.under_way = handle, name
@@ -254,13 +254,13 @@ class Gradients:
         In automatic mode these are all parameters; in manual optimisation and in a Session, those
         of the optimizer that steps.
         """
-        own = {
+        parameters = {
             parameter
             for optimizer in run.optimizers
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
-        return own if run.mode != "automatic" else own | set(run.module.parameters())
+        return parameters if run.mode != "automatic" else parameters | set(run.module.parameters())
 
     def watch(self, run: Run) -> None:
         """Make units of new parameters, and add hooks to parameters that became trainable."""

@@ -123,8 +123,8 @@ class Recipe:
             ("packaging", "packaging"),
         ):
             if find_spec(module) is None:
-                fix = "python -m ensurepip" if name == "pip" else f"pip install {name}"
-                raise InstallError(f"the build needs {name}, which is not installed. Fix: {fix}")
+                hint = "python -m ensurepip" if name == "pip" else f"pip install {name}"
+                raise InstallError(f"the build needs {name}, which is not installed. Fix: {hint}")
         if self.mpi and shutil.which("mpicxx", path=path) is None:
             raise InstallError(
                 "mpicxx was not found. "
@@ -187,14 +187,16 @@ class Recipe:
         ]
         parts += ["mpi"] * self.mpi + ["nccl"] * self.nccl
         # Horovod's other variables and the compiler's flags also change the wheel.
-        own = {
+        variables = {
             name: value
             for name, value in self.environ.items()
             if re.match(r"HOROVOD_|(CXX|C|LD)(FLAGS)?$", name)
         }
-        own = {name: value for name, value in own.items() if not re.match(_OF_A_RUN, name)}
-        if own:
-            parts.append(f"{zlib.crc32(repr(sorted(own.items())).encode()):08x}")
+        variables = {
+            name: value for name, value in variables.items() if not re.match(_OF_A_RUN, name)
+        }
+        if variables:
+            parts.append(f"{zlib.crc32(repr(sorted(variables.items())).encode()):08x}")
         return "-".join([*parts, sys.platform])
 
     def script(self) -> str:

@@ -28,15 +28,15 @@ def missing() -> str | None:
         return f"Horovod is not installed. {_FIX}"
     if not list((package / "torch").glob("mpi_lib_v2*")):
         return f"Horovod {horovod_version()} is installed without its part for torch. {_FIX}"
-    built, here = built_for(), torch_version()
-    if here is None:
+    built, present = built_for(), torch_version()
+    if present is None:
         return (
             "torch is not installed. "
             "Fix: pip install torch (a build for your hardware: https://pytorch.org)"
         )
     label = f"Horovod {horovod_version()}"
-    if built != here:
-        return f"{label} was built for torch {built}, and torch {here} is installed. {_FIX}"
+    if built != present:
+        return f"{label} was built for torch {built}, and torch {present} is installed. {_FIX}"
     if find_spec("numpy") is None:
         return (
             "Horovod needs numpy, which it does not declare, and numpy is not installed. "

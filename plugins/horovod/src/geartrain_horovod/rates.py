@@ -55,12 +55,12 @@ def _scale_all(
     seen: dict[int, Any] = {}
     for scheduler in schedulers:
         seen |= {
-            id(one): one
-            for one in _nested(scheduler)
-            if getattr(one, "optimizer", optimizer) is optimizer
+            id(value): value
+            for value in _nested(scheduler)
+            if getattr(value, "optimizer", optimizer) is optimizer
         }
-    for one in seen.values():
-        _scale(vars(one), _IN_SCHEDULERS, factor, done)
+    for value in seen.values():
+        _scale(vars(value), _IN_SCHEDULERS, factor, done)
 
 
 def _scale(values: dict[str, Any], names: Iterable[str], factor: float, done: set[int]) -> None:
@@ -76,7 +76,7 @@ def _times(value: Any, factor: float, done: set[int]) -> Any:
         done: ids of multiplied tensors; parameter groups may share the optimizer's tensor.
     """
     if isinstance(value, list | tuple):
-        return type(value)(_times(one, factor, done) for one in value)
+        return type(value)(_times(rate, factor, done) for rate in value)
     if isinstance(value, torch.Tensor):
         if id(value) not in done:
             done.add(id(value))

@@ -144,7 +144,7 @@ class HorovodStrategy:
     def notes(self, plan: Plan) -> dict[str, str]:
         """Return the lines that the plan shows for this strategy."""
         size = checks.size_of(plan)
-        why = "scale_lr=False" if not self.scale_lr else f"op={self.op!r}"
+        reason = "scale_lr=False" if not self.scale_lr else f"op={self.op!r}"
         factor = (
             "as configured"
             if size is None or self.lr_factor(size) == 1
@@ -163,12 +163,12 @@ class HorovodStrategy:
                 if self._elastic.every is None
                 else f" and after every {self._elastic.every} steps"
             )
-            rates_now = "× current workers (scale_lr)" if scales else f"as configured ({why})"
+            rates_now = "× current workers (scale_lr)" if scales else f"as configured ({reason})"
             return {
                 "elastic": f"a commit at the start of each epoch{steps}",
                 "learning rates": rates_now,
             }
-        notes = {"learning rates": f"{factor} ({'scale_lr' if scales else why}{workers})"}
+        notes = {"learning rates": f"{factor} ({'scale_lr' if scales else reason}{workers})"}
         if alone:
             notes["process set"] = f"ranks {alone} train alone, at rates as configured"
         return notes

@@ -142,13 +142,13 @@ class Watchdog:
         self._tell()
         began = time.monotonic()
         while not self._stop.wait(self._interval):
-            now = time.monotonic()
-            wait, slept = self.current, now - began - self._interval
+            current = time.monotonic()
+            wait, slept = self.current, current - began - self._interval
             if wait is not None and slept > 1 + 2 * self._interval:
                 # This process was stopped, and maybe all others too: do not count that time.
                 wait.began += slept
             self._tell()
-            waited = 0.0 if wait is None else now - wait.began
+            waited = 0.0 if wait is None else current - wait.began
             if wait is not None and waited > self.timeout / 2:
                 self._listen()
             if wait is not None and waited > self.timeout:
@@ -250,9 +250,9 @@ class Watchdog:
             doing += f"; its last was {report['last']}"
         silent = time.monotonic() - when
         if silent > self._silence:
-            why = "it is stopped, or its machine or network has gone"
+            reason = "it is stopped, or its machine or network has gone"
             return (
-                f"has not joined it and has sent no report for {silent:.0f} s ({why}); "
+                f"has not joined it and has sent no report for {silent:.0f} s ({reason}); "
                 f"it was {doing}"
             )
         return None if report.get("in") == str(wait) else f"has not joined it: it is {doing}"

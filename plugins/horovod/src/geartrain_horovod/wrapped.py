@@ -51,11 +51,11 @@ class Wrapped:
                 a second optimizer of this class.
         """
         hvd, how = self._collectives.hvd, self._how
-        own = _parameters(optimizer)
+        parameters = _parameters(optimizer)
         named = [
             (name, parameter)
             for name, parameter in named_parameters(run, [optimizer])
-            if parameter in own
+            if parameter in parameters
         ]
         for name, parameter in named:
             if (
@@ -63,9 +63,9 @@ class Wrapped:
                 or parameter.is_complex()
                 or not parameter.is_contiguous()
             ):
-                what = str(parameter.dtype) if parameter.is_contiguous() else "not contiguous"
+                message = str(parameter.dtype) if parameter.is_contiguous() else "not contiguous"
                 raise UsageError(
-                    f"distributed_optimizer=True: {name} is {what}, which Horovod refuses. "
+                    f"distributed_optimizer=True: {name} is {message}, which Horovod refuses. "
                     "Fix: distributed_optimizer=False"
                 )
         options = {} if self._process_set is None else {"process_set": self._process_set}
@@ -90,7 +90,7 @@ class Wrapped:
                 f"from its parameter groups only, and it needs more arguments ({error}). "
                 "Fix: distributed_optimizer=False"
             ) from error
-        self._made[next(iter(own))] = made
+        self._made[next(iter(parameters))] = made
 
     @contextmanager
     def early(self) -> Iterator[None]:
@@ -122,10 +122,10 @@ class Wrapped:
                 gradient is sparse, or another rank has gone.
         """
         for optimizer in run.optimizers:
-            own = _parameters(optimizer)
-            made = self._made[next(iter(own))]
+            parameters = _parameters(optimizer)
+            made = self._made[next(iter(parameters))]
             for name, parameter in named_parameters(run, [optimizer]):
-                if parameter in own:
+                if parameter in parameters:
                     _check(name, parameter, made)
             with self._collectives.watched("all-reduce", _NAME):
                 _complete_groups(made)
@@ -149,14 +149,16 @@ def _check(name: str, parameter: nn.Parameter, made: Any) -> None:
         TrainingError: a parameter was unfrozen after Horovod's optimizer was created, or its
             gradient is sparse.
     """
-    why = None
+    reason = None
     if parameter.requires_grad and parameter not in made._requires_update:
-        why = "was frozen when training began and is not now; its values would differ between ranks"
+        reason = (
+            "was frozen when training began and is not now; its values would differ between ranks"
+        )
     elif parameter.grad is not None and parameter.grad.layout != torch.strided:
-        why = "has a sparse gradient, which a rank that does not use it could not reduce"
-    if why is not None:
+        reason = "has a sparse gradient, which a rank that does not use it could not reduce"
+    if reason is not None:
         raise TrainingError(
-            f"distributed_optimizer=True: {name} {why}. Fix: distributed_optimizer=False"
+            f"distributed_optimizer=True: {name} {reason}. Fix: distributed_optimizer=False"
         )
 
 

@@ -21,8 +21,8 @@ def changed_since(
     parameters: Sequence[torch.nn.Parameter], before: Sequence[tuple[torch.Tensor | None, int]]
 ) -> list[bool]:
     """Return for each gradient if it was created or changed since :func:`gradients_now`."""
-    now = gradients_now(parameters)
+    current = gradients_now(parameters)
     return [
         grad is not was or version != old
-        for (grad, version), (was, old) in zip(now, before, strict=True)
+        for (grad, version), (was, old) in zip(current, before, strict=True)
     ]

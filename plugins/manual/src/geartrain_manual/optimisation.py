@@ -272,7 +272,7 @@ class ManualOptimisation:
         self._looked_at.add(optimizer)
 
     def _known(self, optimizer: Optimizer) -> Optimizer:
-        if not any(optimizer is one for one in self._run.optimizers):
+        if not any(optimizer is known for known in self._run.optimizers):
             raise TrainingError(
                 f"{type(optimizer).__name__} is none of this module's optimizers. "
                 "Fix: use one of self.optimizers()"
@@ -291,17 +291,19 @@ class ManualOptimisation:
         before = {
             parameter: parameter.requires_grad for parameter in parameters_of(self._run.optimizers)
         }
-        own = set(parameters_of([optimizer]))  # parameters that optimizers share do not change
+        parameters = set(
+            parameters_of([optimizer])
+        )  # parameters that optimizers share do not change
         for parameter in before:
-            if parameter not in own:
+            if parameter not in parameters:
                 parameter.requires_grad_(False)
         self._toggled = optimizer, before
 
     def untoggle(self, optimizer: Optimizer) -> None:
         if self._toggled is None or self._toggled[0] is not optimizer:
-            what = "no optimizer is" if self._toggled is None else "another optimizer is"
+            message = "no optimizer is" if self._toggled is None else "another optimizer is"
             raise TrainingError(
-                f"self.untoggle_optimizer: {what} toggled. "
+                f"self.untoggle_optimizer: {message} toggled. "
                 "Fix: first call self.toggle_optimizer(...) with the same optimizer"
             )
         _, before = self._toggled

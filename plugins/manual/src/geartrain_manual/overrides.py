@@ -36,21 +36,21 @@ class Overrides:
 
     def replace_parts(self, parts: Sequence[LoadedPlugin], module: Any) -> list[LoadedPlugin]:
         """Return a trainer's parts, and those of the module's own methods."""
-        own: dict[str, Any] = {
+        replaced: dict[str, Any] = {
             "backward": OwnBackward,
             "configure_gradient_clipping": OwnClipping,
             "optimizer_step": OwnStep,
             "optimizer_zero_grad": OwnZeroGrad,
         }
-        own = {name: part for name, part in own.items() if overridden(module, name)}
+        replaced = {name: part for name, part in replaced.items() if overridden(module, name)}
         if any(isinstance(part.plugin, ScaledPrecision) for part in parts):
-            own.pop("backward", None)  # the precision calls it
-        if "configure_gradient_clipping" in own:  # two parts cannot own clip_gradients
+            replaced.pop("backward", None)  # the precision calls it
+        if "configure_gradient_clipping" in replaced:  # two parts cannot own clip_gradients
             parts = [p for p in parts if not (p.info.is_core and p.info.name == "clipping")]
         cls = (module if isinstance(module, type) else type(module)).__name__
         added = [
             LoadedPlugin(PluginInfo(f"{cls}.{name}", "core", None, None, "its module"), part())
-            for name, part in own.items()
+            for name, part in replaced.items()
         ]
         return [*parts, *added]
 
@@ -153,8 +153,12 @@ class OwnZeroGrad:
     @hookimpl
     def check_plan(self, plan: Plan) -> None:
         if plan.precision.name == "16-mixed":  # kept gradients are unscaled, new ones are scaled
-            what = "optimizer_zero_grad may keep gradients, which 16-mixed would scale down twice"
-            raise UsageError(f"{what}. Fix: --precision bf16-mixed or 32, or take out the method")
+            message = (
+                "optimizer_zero_grad may keep gradients, which 16-mixed would scale down twice"
+            )
+            raise UsageError(
+                f"{message}. Fix: --precision bf16-mixed or 32, or take out the method"
+            )
 
     @hookimpl
     def on_run_start(self, run: Run) -> None:
@@ -198,5 +202,5 @@ def _restore(optimizer: Optimizer, name: str, before: Any) -> None:
 
 
 def _without_closure(run: Run, optimizer: Optimizer) -> str:
-    what = f"{type(run.module).__name__}.optimizer_step did not give {type(optimizer).__name__} "
-    return f"{what}its closure. Fix: optimizer.step(closure=optimizer_closure)"
+    message = f"{type(run.module).__name__}.optimizer_step did not give {type(optimizer).__name__} "
+    return f"{message}its closure. Fix: optimizer.step(closure=optimizer_closure)"

@@ -109,15 +109,15 @@ class ManuallyScaledPrecision(ScaledPrecision):
         self._overflowed, self._any_step = state["overflowed"], state["stepped"]
 
     def _unscale(self, run: Run, optimizer: Optimizer) -> None:
-        now = self._now.get(optimizer)
-        if now is _Now.MIXED:
+        current = self._now.get(optimizer)
+        if current is _Now.MIXED:
             raise TrainingError(
                 f"{self._label}: {type(optimizer).__name__} has gradients that were already "
                 "unscaled, and a later backward added scaled ones. Fix: call its zero_grad() "
                 "before manual_backward, and clip_gradients() after the last manual_backward "
                 "before its step()"
             )
-        if now is None:
+        if current is None:
             scaler = torch.amp.GradScaler(run.device.type, init_scale=self._scale)
             scaler.scale(torch.zeros((), device=run.device))  # the first call creates its tensors
             scaler.unscale_(optimizer)

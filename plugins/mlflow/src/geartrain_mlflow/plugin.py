@@ -107,10 +107,11 @@ class MLflow:
         if self._upload is not None:
             from mlflow.entities import Metric
 
-            now = int(time.time() * 1000)
+            current = int(time.time() * 1000)
             self._upload.add(
                 metrics=[
-                    Metric(self._names[name], value, now, step) for name, value in metrics.items()
+                    Metric(self._names[name], value, current, step)
+                    for name, value in metrics.items()
                 ]
             )
 
@@ -131,8 +132,8 @@ class MLflow:
             TrainingError: no run is under way, or MLflow did not answer within ``patience``.
         """
         begun = self._upload and self._upload.begun(self.patience)
-        own: MlflowClient = experiment(begun and begun[0], self._running, _LABEL)
-        return own
+        client: MlflowClient = experiment(begun and begun[0], self._running, _LABEL)
+        return client
 
     @property
     def run_id(self) -> str | None:

@@ -55,8 +55,8 @@ class Upload:
             ready = self._changed.wait_for(lambda: self._begun or self.error, patience)
         self._look()
         if not ready or self._begun is None:
-            what = f"MLflow has not created the run within {patience:g} s"
-            raise TrainingError(f"{what}. Fix: use a longer patience")
+            message = f"MLflow has not created the run within {patience:g} s"
+            raise TrainingError(f"{message}. Fix: use a longer patience")
         return self._begun
 
     def add(

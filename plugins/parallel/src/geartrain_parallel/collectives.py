@@ -43,13 +43,13 @@ def gather_values(run: Run, values: torch.Tensor) -> torch.Tensor:
     """Implement ``log_sync``: ``[n]`` on the CPU -> ``[world_size, n]`` on the CPU."""
     group(run)
     few = len(values) * values.element_size() <= headers.CONTENT // 2
-    own = values.tolist() if few else None
-    rows = headers.meet(run, f"log_sync of {len(values)} numbers", own)
+    numbers = values.tolist() if few else None
+    rows = headers.meet(run, f"log_sync of {len(values)} numbers", numbers)
     if few:
         return torch.tensor(rows, dtype=values.dtype)
-    mine = values.to(run.device)
-    table = [torch.empty_like(mine) for _ in range(run.world.size)]
-    dist.all_gather(table, mine)
+    local = values.to(run.device)
+    table = [torch.empty_like(local) for _ in range(run.world.size)]
+    dist.all_gather(table, local)
     return torch.stack(table).cpu()
 
 
@@ -59,20 +59,20 @@ def broadcast_object(run: Run, obj: Any, src: int) -> Any:
     torch's ``broadcast_object_list`` needs NumPy, which torch does not install.
     """
     group(run)
-    mine = run.world.rank == src
-    pickled = pickle.dumps(obj) if mine else b""
+    is_source = run.world.rank == src
+    pickled = pickle.dumps(obj) if is_source else b""
     content = pickled if len(pickled) <= headers.CONTENT else len(pickled)
     sent = headers.meet(run, f"broadcast from rank {src}", content)[src]
     if isinstance(sent, bytes):
-        return obj if mine else pickle.loads(sent)
+        return obj if is_source else pickle.loads(sent)
     data = (
         torch.frombuffer(bytearray(pickled), dtype=torch.uint8).to(run.device)
-        if mine
+        if is_source
         else torch.empty(sent, dtype=torch.uint8, device=run.device)
     )
     dist.broadcast(data, src)
     data = data.cpu()
-    return obj if mine else pickle.loads(ctypes.string_at(data.data_ptr(), len(data)))
+    return obj if is_source else pickle.loads(ctypes.string_at(data.data_ptr(), len(data)))
 
 
 def broadcast_weights(run: Run, model: nn.Module) -> None:
@@ -198,10 +198,10 @@ def refuse_unequal(
                 f"all_gather: rank 0 and rank {rank} have tensors of different types; "
                 f"this rank's is {mine}."
             )
-        theirs = list(shape)
-        if len(theirs) != len(first) or theirs[1:] != first[1:]:
+        lengths = list(shape)
+        if len(lengths) != len(first) or lengths[1:] != first[1:]:
             raise TrainingError(
-                f"all_gather: rank 0 has the shape {first} and rank {rank} {theirs}; "
+                f"all_gather: rank 0 has the shape {first} and rank {rank} {lengths}; "
                 "only the first dimension may differ."
             )
 

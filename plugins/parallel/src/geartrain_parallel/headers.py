@@ -115,7 +115,7 @@ def meet(run: Run, name: str, content: Any = None) -> list[Any]:
     _wait(run, progress, place, dist.all_gather(table, header, async_op=True))
     rows = [row.cpu() for row in table]
     ranks = [pickle.loads(ctypes.string_at(row.data_ptr(), _SIZE)) for row in rows]
-    if any(theirs != name for theirs, _, _ in ranks):
+    if any(other != name for other, _, _ in ranks):
         raise _apart([place.decode(errors="replace") for _, place, _ in ranks])
     return [content for _, _, content in ranks]
 

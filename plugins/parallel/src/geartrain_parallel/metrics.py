@@ -54,18 +54,24 @@ def sync(
         )
         for i, (name, spec) in enumerate(numbers.items())
     }
-    own = [name for name, spec in numbers.items() if spec.reduce_fx not in reductions.NAMED]
-    return (values | _apply_functions(run, own, shares) if own else values), keys, stop
+    with_functions = [
+        name for name, spec in numbers.items() if spec.reduce_fx not in reductions.NAMED
+    ]
+    return (
+        (values | _apply_functions(run, with_functions, shares) if with_functions else values),
+        keys,
+        stop,
+    )
 
 
 def _apply_functions(
     run: Run, names: list[str], shares: Mapping[str, LocalMetric]
 ) -> dict[str, float]:
     """Return the results of users' functions on every rank's values, rank by rank."""
-    mine = [shares[name].samples if name in shares else [] for name in names]
-    own = torch.tensor([len(values) for values in mine], dtype=torch.float64)
+    samples = [shares[name].samples if name in shares else [] for name in names]
+    own = torch.tensor([len(values) for values in samples], dtype=torch.float64)
     counts = run.hooks.log_sync(run=run, values=own).long().tolist()
-    flat = torch.tensor([value for values in mine for value in values], dtype=torch.float64)
+    flat = torch.tensor([value for values in samples for value in values], dtype=torch.float64)
     ranks = [part.tolist() for part in run.hooks.all_gather(run=run, tensor=flat)]
     values = []
     for i, name in enumerate(names):

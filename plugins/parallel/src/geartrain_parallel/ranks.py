@@ -35,16 +35,16 @@ class SeveralRanks(OneRank):
 
     def check(self, run: Run, checkpoint: str | None = None) -> None:
         # A module's arguments may differ, for example a folder's name; its parameters must not.
-        own = {"passed_over", "hyperparameters"}
+        rank_specific = {"passed_over", "hyperparameters"}
         # A launcher's decisions may differ between nodes, and between earlier and later ranks.
         if run.plan.processes is None:
-            own |= {"devices", "nodes"}
-        plan = {key: value for key, value in run.plan.as_dict().items() if key not in own}
+            rank_specific |= {"devices", "nodes"}
+        plan = {key: value for key, value in run.plan.as_dict().items() if key not in rank_specific}
         # Ranks with different parameters would hang, or average gradients of different parameters.
         parameters = {
             name: [*p.shape, p.requires_grad] for name, p in run.module.named_parameters()
         }
-        mine = {
+        settings = {
             "the plan": plan,
             "the command": run.command,
             "the checkpoint": checkpoint,
@@ -54,23 +54,25 @@ class SeveralRanks(OneRank):
             "parameters": parameters,
             "buffers": {name: [*buffer.shape] for name, buffer in run.module.named_buffers()},
         }
-        first = run.hooks.broadcast(run=run, obj=mine, src=0)
-        odd = [
-            f"{what}: {_first_difference(first[what], mine[what])}"
-            for what in mine
-            if first[what] != mine[what]
+        first = run.hooks.broadcast(run=run, obj=settings, src=0)
+        differences = [
+            f"{message}: {_first_difference(first[message], settings[message])}"
+            for message in settings
+            if first[message] != settings[message]
         ]
-        table = run.hooks.log_sync(run=run, values=torch.tensor([len(odd)], dtype=torch.float64))
+        table = run.hooks.log_sync(
+            run=run, values=torch.tensor([len(differences)], dtype=torch.float64)
+        )
         if table.any():
             raise TrainingError(
-                f"rank {run.world.rank} differs from rank 0 in {'; '.join(odd)}"
-                if odd
+                f"rank {run.world.rank} differs from rank 0 in {'; '.join(differences)}"
+                if differences
                 else f"rank {int(table[:, 0].nonzero()[0])} differs from rank 0; see its log"
             )
 
     def check_loaders(self, run: Run, stage: str, count: int) -> None:
-        mine = torch.tensor([count], dtype=torch.float64)
-        counts = [int(n) for n in run.hooks.log_sync(run=run, values=mine)[:, 0]]
+        local = torch.tensor([count], dtype=torch.float64)
+        counts = [int(n) for n in run.hooks.log_sync(run=run, values=local)[:, 0]]
         if len(set(counts)) > 1:
             raise TrainingError(
                 f"{stage}: the ranks have {counts} loaders, rank by rank. "
@@ -113,8 +115,8 @@ class SeveralRanks(OneRank):
         return _marked(run, repeated(batches, limit, most))
 
     def total_weight(self, run: Run, weight: Any) -> Any:
-        mine = [0.0, 0.0] if weight is None else [1.0, float(weight)]
-        table = run.hooks.log_sync(run=run, values=torch.tensor(mine, dtype=torch.float64))
+        local = [0.0, 0.0] if weight is None else [1.0, float(weight)]
+        table = run.hooks.log_sync(run=run, values=torch.tensor(local, dtype=torch.float64))
         has, total = table[:, 0], table[:, 1]
         if has.any() and not has.all():
             raise TrainingError(
@@ -131,10 +133,10 @@ class SeveralRanks(OneRank):
 
     def broadcast_buffers(self, run: Run) -> None:
         # Also without buffers: a module may register them on some ranks only.
-        buffers, mine = dict(run.module.named_buffers()), None
+        buffers, local = dict(run.module.named_buffers()), None
         if run.world.rank == 0:
-            mine = {name: buffer.cpu() for name, buffer in buffers.items()}
-        first = run.hooks.broadcast(run=run, obj=mine, src=0)
+            local = {name: buffer.cpu() for name, buffer in buffers.items()}
+        first = run.hooks.broadcast(run=run, obj=local, src=0)
         for name in first.keys() & buffers.keys():
             buffers[name].copy_(first[name])
 
@@ -144,11 +146,11 @@ class SeveralRanks(OneRank):
     def gather_states(self, run: Run, mine: dict[str, Any]) -> list[dict[str, Any]]:
         ranks = [mine]
         for rank in range(1, run.world.size):  # one rank at a time, to use less memory
-            theirs = run.hooks.broadcast(
+            received = run.hooks.broadcast(
                 run=run, obj=mine if run.world.rank == rank else None, src=rank
             )
             if run.world.rank == 0:
-                ranks.append(theirs)
+                ranks.append(received)
         return ranks
 
     def gather(self, run: Run, data: Any, sync_grads: bool = False) -> Any:

@@ -97,12 +97,12 @@ def shard(run: Run, loader: Iterable[Any], stage: str) -> Iterable[Any]:
     if size == 1 or not run.plan.options.use_distributed_sampler:
         return loader
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        what = type(getattr(loader, "dataset", loader)).__name__
+        message = type(getattr(loader, "dataset", loader)).__name__
         result = ""
         if stage == "predict":
             result = ". predict returns the outputs of rank 0, then those of rank 1, and so on"
         warnings.warn(
-            f"{what} cannot be sharded: every rank sees all of it, unless it shards itself by "
+            f"{message} cannot be sharded: every rank sees all of it, unless it shards itself by "
             f"self.trainer.global_rank{result}",
             stacklevel=2,
         )

@@ -58,10 +58,10 @@ def interface(place: ClusterEnvironment) -> str | None:
 
     Without it, gloo resolves its host name and listens there.
     """
-    mine = own_address(place)
-    if mine.startswith("127."):
+    address = own_address(place)
+    if address.startswith("127."):
         return "lo" if Path("/sys/class/net/lo").exists() else "lo0"
-    return next((name for _, name in socket.if_nameindex() if _address_of(name) == mine), None)
+    return next((name for _, name in socket.if_nameindex() if _address_of(name) == address), None)
 
 
 def open_sockets() -> set[tuple[int, str]]:

@@ -138,8 +138,8 @@ class Supervisor:
         Only time in which this process runs counts, so that a whole job may be suspended and
         resumed.
         """
-        limit, now = self._patience.stopped, self._clock()
-        passed, self._looked = min(now - self._looked, 2 * self.period), now
+        limit, current = self._patience.stopped, self._clock()
+        passed, self._looked = min(current - self._looked, 2 * self.period), current
         stopped = [rank for rank in self._running() if is_stopped(rank.pid)]
         self._stopped = {
             rank.number: self._stopped.get(rank.number, -passed) + passed for rank in stopped
@@ -153,7 +153,7 @@ class Supervisor:
             for rank in stopped
             if self._stopped[rank.number] >= limit and not self._has_failed(rank)
         ]
-        self.failures += [Failure(rank.number, now - limit, message) for rank in late]
+        self.failures += [Failure(rank.number, current - limit, message) for rank in late]
 
     # --- ending -----------------------------------------------------------------------------------
 
@@ -206,9 +206,9 @@ class Supervisor:
     ) -> None:
         deadline = time.monotonic() + seconds
         self.look()
-        while self._running() and (left := deadline - time.monotonic()) > 0:
+        while self._running() and (remaining := deadline - time.monotonic()) > 0:
             every_second()
-            self.wait(min(left, _AGAIN))
+            self.wait(min(remaining, _AGAIN))
             self.look()
 
     # --- afterwards -------------------------------------------------------------------------------

@@ -31,12 +31,12 @@ class SyncBatchNorm:
     def check_plan(self, plan: Plan, module: Module | type[Module]) -> None:
         """Refuse several devices in one process, several processes on the CPU, some layers."""
         if plan.layout.devices_per_process > 1:
-            what = f"{plan.strategy.label} has one process for several devices"
-            raise UsageError(f"sync_batchnorm=True: {what}. Fix: --strategy ddp")
+            message = f"{plan.strategy.label} has one process for several devices"
+            raise UsageError(f"sync_batchnorm=True: {message}. Fix: --strategy ddp")
         # Its forward in training mode raises ValueError if a process group exists.
         if plan.processes != 1 and plan.accelerator.name == "cpu":
-            what = "torch.nn.SyncBatchNorm cannot train on the CPU with several processes"
-            raise UsageError(f"sync_batchnorm=True: {what}. Fix: leave it out, or use GPUs")
+            message = "torch.nn.SyncBatchNorm cannot train on the CPU with several processes"
+            raise UsageError(f"sync_batchnorm=True: {message}. Fix: leave it out, or use GPUs")
         if isinstance(module, nn.Module):  # of a class, the layers are not known
             _layers(module)
 
@@ -48,12 +48,12 @@ class SyncBatchNorm:
 
     def _synchronize(self, run: Run) -> None:
         if not torch.distributed.is_initialized():
-            what = f"{run.plan.strategy.label} has no process group of torch.distributed"
-            raise TrainingError(f"sync_batchnorm=True: {what}. Fix: --strategy ddp")
+            message = f"{run.plan.strategy.label} has no process group of torch.distributed"
+            raise TrainingError(f"sync_batchnorm=True: {message}. Fix: --strategy ddp")
         layers = [one for one in _layers(run.module) if type(one) is not nn.SyncBatchNorm]
         if not layers and run.world.rank == 0:
-            what = f"{type(run.module).__name__} has no BatchNorm layer"
-            warnings.warn(f"sync_batchnorm=True changes nothing: {what}", stacklevel=2)
+            message = f"{type(run.module).__name__} has no BatchNorm layer"
+            warnings.warn(f"sync_batchnorm=True changes nothing: {message}", stacklevel=2)
         for layer in layers:
             self._changed.append((layer, type(layer)))
             vars(layer)["process_group"] = None  # the default group
@@ -70,8 +70,8 @@ class SyncBatchNorm:
 
 def _layers(module: nn.Module) -> list[_BatchNorm]:
     layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
-    if own := sorted({type(one).__name__ for one in layers if type(one) not in _OF_TORCH}):
-        what = f"{', '.join(own)} would lose its own methods as SyncBatchNorm"
-        fix = "leave sync_batchnorm out, and use a layer that synchronizes itself"
-        raise UsageError(f"sync_batchnorm=True: {what}. Fix: {fix}")
+    if unknown := sorted({type(one).__name__ for one in layers if type(one) not in _OF_TORCH}):
+        message = f"{', '.join(unknown)} would lose its own methods as SyncBatchNorm"
+        hint = "leave sync_batchnorm out, and use a layer that synchronizes itself"
+        raise UsageError(f"sync_batchnorm=True: {message}. Fix: {hint}")
     return layers

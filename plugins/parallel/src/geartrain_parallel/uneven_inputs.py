@@ -20,7 +20,8 @@ _OUT = object()
 def is_sure(loader: Any) -> bool:
     """True if a loader's length is certain; the length of an IterableDataset is an estimate."""
     streams = (
-        isinstance(getattr(one, "dataset", None), IterableDataset) for one in single_loaders(loader)
+        isinstance(getattr(single_loader, "dataset", None), IterableDataset)
+        for single_loader in single_loaders(loader)
     )
     return not any(streams) and length(loader) is not None
 

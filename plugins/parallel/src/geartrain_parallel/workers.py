@@ -130,9 +130,9 @@ class Workers:
             if not self._reported:
                 self.show_logs()
             self._reported = True
-            why = "".join(f"; {failure.describe()}" for failure in self.supervisor.failures)
+            reason = "".join(f"; {failure.describe()}" for failure in self.supervisor.failures)
             raise TrainingError(
-                f"the other ranks of this program were ended after a run that failed{why}. "
+                f"the other ranks of this program were ended after a run that failed{reason}. "
                 "Fix: start the program again"
             )
         over = threading.Event()
@@ -162,10 +162,10 @@ class Workers:
     @contextmanager
     def _exits_fail(self) -> Iterator[None]:
         """Make ``os._exit(0)`` fail in this process, which would otherwise look like success."""
-        mine = os.getpid()
+        pid = os.getpid()
 
         def leave(status: int) -> NoReturn:
-            if os.getpid() != mine:
+            if os.getpid() != pid:
                 _exit(status)  # a forked child, which multiprocessing ends in this way
             try:
                 if status == 0:
@@ -235,7 +235,7 @@ class Workers:
 
         The error of this rank is then only the closed connection.
         """
-        own = Failure.of(self._own_rank, failed_at() or time.time(), error)
+        failure = Failure.of(self._own_rank, failed_at() or time.time(), error)
         self._reported = True
         # Ranks that waited report a timeout. The late rank reports nothing, or is this one.
         silent = [0] if self._are_all and not is_timeout(str(error)) else []
@@ -246,8 +246,8 @@ class Workers:
             # A failed worker closes its connections before it exits. Others need a moment to tear
             # down after our failure.
             self.supervisor.unwind()
-            verdict = self.supervisor.judge([own], silent, self.supervisor.succeeded)
-        if verdict is not None and verdict.failure is not own:
+            verdict = self.supervisor.judge([failure], silent, self.supervisor.succeeded)
+        if verdict is not None and verdict.failure is not failure:
             # Keep this rank's error only if it is a timeout, not the closed connection.
             cause = error if verdict.failure is None else None
             raise TrainingError(

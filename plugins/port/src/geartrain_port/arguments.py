@@ -150,8 +150,8 @@ def _like(comma: Any, old: Any) -> Any:
     """Return a comma with the line break of ``comma`` and the comment of ``old``."""
     if not isinstance(comma, cst.Comma):
         return comma
-    said = old.whitespace_after if isinstance(old, cst.Comma) else None
-    return cst.Comma(whitespace_after=_bare(comma.whitespace_after, said))
+    whitespace = old.whitespace_after if isinstance(old, cst.Comma) else None
+    return cst.Comma(whitespace_after=_bare(comma.whitespace_after, whitespace))
 
 
 def _name(arg: cst.Arg, positional: str) -> str:

@@ -106,8 +106,8 @@ def trainer(arguments: Arguments, words: Collection[str] = ()) -> list[Todos]:
         if name in names.OF_TRAINER_CALL:
             todo.append((f"Trainer({name}=...)", names.OF_TRAINER_CALL[name]))
         elif name == "**":
-            what = "check its names: geartrain refuses those that it does not have"
-            todo.append(("Trainer(**...)", what))
+            message = "check its names: geartrain refuses those that it does not have"
+            todo.append(("Trainer(**...)", message))
         elif name in ("", "*"):
             todo.append(
                 ("Trainer's positional arguments", "name them: accelerator=..., devices=...")
@@ -126,11 +126,11 @@ def _note_changes(arguments: Arguments, words: Collection[str]) -> None:
         if name in names_given and arguments.literal(name) is not None
     ]
     for name in folders:
-        what = (
+        message = (
             f"output={arguments.source(name)} is the folder of one run, and the next run is "
             "refused in it: give each run its own folder"
         )
-        note((f"Trainer({name}=...)", what))
+        note((f"Trainer({name}=...)", message))
     lost = set(_IN_LIGHTNING)
     writes = folders or "output" in names_given
     if writes or arguments.literal("fast_dev_run") not in (..., False, 0):
@@ -143,11 +143,11 @@ def _note_changes(arguments: Arguments, words: Collection[str]) -> None:
         lost.discard("logs")
     if lost:
         does = " and ".join(_IN_LIGHTNING[one] for one in sorted(lost))
-        what = (
+        message = (
             f"Lightning {does}; here nothing is written without output=DIR, a ModelCheckpoint "
             "or a logger"
         )
-        note(("Trainer(...)", what))
+        note(("Trainer(...)", message))
     if (
         "max_steps" in names_given
         and arguments.literal("max_steps") != -1
@@ -155,15 +155,15 @@ def _note_changes(arguments: Arguments, words: Collection[str]) -> None:
     ):
         note(("Trainer(max_steps=...)", f"{COUNTS_BATCHES}: divide it by the steps per batch"))
     if arguments.literal("track_grad_norm") not in (..., -1, None):
-        what = "2-norms are logged in each step, as grad_norm and grad_norm/NAME"
-        note(("Trainer(track_grad_norm=...)", what))
+        message = "2-norms are logged in each step, as grad_norm and grad_norm/NAME"
+        note(("Trainer(track_grad_norm=...)", message))
     chosen = names_given & {"strategy", "distributed_backend", "accelerator"}
     if not chosen and arguments.literal("gpus") not in (..., None, 0, 1, "0", "1", []):
-        what = (
+        message = (
             "Lightning used ddp_spawn for several GPUs; here ddp runs the script once per GPU. "
             "Set strategy='ddp_spawn' for the old behaviour"
         )
-        note(("Trainer(gpus=...)", what))
+        note(("Trainer(gpus=...)", message))
 
 
 def fabric(arguments: Arguments) -> list[Todos]:
@@ -209,15 +209,15 @@ def cli(arguments: Arguments, fits: bool) -> list[Todos]:
     }
     for name in list(arguments.names):
         literal = arguments.literal(name) if name else ...
-        if name in _OF_CLI or any(literal is one for one in nothing.get(name, ())):
+        if name in _OF_CLI or any(literal is value for value in nothing.get(name, ())):
             arguments.drop(name)
     for old, new in {"model_class": "model", "datamodule_class": "data", "args": "argv"}.items():
         if old in arguments.names:
             arguments.rename(old, new)
     todo = _defaults(arguments)
     if not {"", "model"} & set(arguments.names):
-        what = "the classes: gt.cli(MyModule, MyDataModule); or geartrain fit FILE.py:CLASS"
-        todo.append(("LightningCLI without a class", what))
+        message = "the classes: gt.cli(MyModule, MyDataModule); or geartrain fit FILE.py:CLASS"
+        todo.append(("LightningCLI without a class", message))
     for place, name in enumerate(arguments.names):
         if name not in ("", "model", "data", "argv", "defaults") or (name == "" and place > 1):
             unknown = "nothing: gt.cli takes the module's and the data's class"
@@ -310,8 +310,8 @@ def _devices(arguments: Arguments) -> list[Todos]:
         if "accelerator" not in arguments.names:
             arguments.put("accelerator", '"gpu"', after="devices")
         if value is ...:
-            what = "accelerator='cpu' and no devices if it is 0 or None"
-            todo.append((f"Trainer({old}={arguments.source('devices')})", what))
+            message = "accelerator='cpu' and no devices if it is 0 or None"
+            todo.append((f"Trainer({old}={arguments.source('devices')})", message))
     if "num_processes" in arguments.names and "devices" not in arguments.names:
         arguments.rename("num_processes", "devices")
         if "accelerator" not in arguments.names:
@@ -342,8 +342,8 @@ def _strategy(arguments: Arguments) -> list[Todos]:
         if options:
             arguments.put("strategy_options", options.replace("'", '"'), after="strategy")
     elif isinstance(name, str) and name.startswith(_NO_STRATEGY):
-        what = "an installed strategy: geartrain plugins lists them"
-        return [(f"Trainer(strategy={name!r})", what)]
+        message = "an installed strategy: geartrain plugins lists them"
+        return [(f"Trainer(strategy={name!r})", message)]
     return []
 
 
@@ -405,9 +405,9 @@ def _others(arguments: Arguments) -> list[Todos]:
         arguments.put("accelerator", '"cuda"')
     unsupported = ("16-true", "transformer-engine", "transformer-engine-float16")
     if arguments.literal("precision") in unsupported:
-        what = "'16-mixed' or 'bf16-true': see docs/precision.md"
-        return [(f"Trainer(precision={arguments.source('precision')})", what)]
+        message = "'16-mixed' or 'bf16-true': see docs/precision.md"
+        return [(f"Trainer(precision={arguments.source('precision')})", message)]
     if isinstance(arguments.literal("accumulate_grad_batches"), dict):
-        what = "one number, or a plugin that wraps the step hook"
-        return [("Trainer(accumulate_grad_batches={...})", what)]
+        message = "one number, or a plugin that wraps the step hook"
+        return [("Trainer(accumulate_grad_batches={...})", message)]
     return []

@@ -116,8 +116,11 @@ def _say(name: str, ported: dict[Path, PortResult]) -> None:
                 f"{path}:{changed.line}: changed: {changed.what}: {changed.instead}",
                 file=sys.stderr,
             )
-        for left in result.left:
-            print(f"{path}:{left.line}: {left.what}. Write: {left.instead}", file=sys.stderr)
+        for remaining in result.left:
+            print(
+                f"{path}:{remaining.line}: {remaining.what}. Write: {remaining.instead}",
+                file=sys.stderr,
+            )
     count = sum(len(result.left) for result in ported.values())
     if count:
         raise GeartrainError(

@@ -385,8 +385,8 @@ def key(path: str) -> tuple[str, str]:
 
     ``callbacks.early_stopping.EarlyStopping`` is ``("callbacks", "EarlyStopping")``.
     """
-    first, _, rest = path.removeprefix("fabric.").partition(".")
-    return ("", first) if not rest else (first, rest.rpartition(".")[2])
+    first, _, others = path.removeprefix("fabric.").partition(".")
+    return ("", first) if not others else (first, others.rpartition(".")[2])
 
 
 def target(path: str) -> tuple[str, str] | None:

@@ -132,9 +132,9 @@ class _Rewrite(cst.CSTTransformer):
         return updated_node.with_changes(annotation=found.with_changes(value=text))
 
     def _word(self, word: str) -> str:
-        start, _, rest = word.partition(".")
+        start, _, others = word.partition(".")
         base = self._survey.modules.get(start)
-        path = f"{base}.{rest}".lstrip(".") if base is not None and rest else None
+        path = f"{base}.{others}".lstrip(".") if base is not None and others else None
         if path is not None and names.target(path) is not None:
             return self._reference(start, path)
         return self._renamed.get(word, word)
@@ -395,10 +395,10 @@ class _Rewrite(cst.CSTTransformer):
         return self._done(call, arguments, calls.fit(arguments) if method == "fit" else [])
 
     def _done(self, call: cst.Call, arguments: Arguments, todo: list[calls.Todos]) -> cst.Call:
-        for what, instead in todo:
-            self._survey.say(call, what, instead)
-        for what, means in arguments.changed:
-            self._survey.say_changed(call, what, means)
+        for message, instead in todo:
+            self._survey.say(call, message, instead)
+        for message, means in arguments.changed:
+            self._survey.say_changed(call, message, means)
         self._comments += arguments.comments
         return arguments.call()
 

@@ -85,9 +85,9 @@ class Survey(cst.CSTVisitor):
     def _origin(self, node: cst.CSTNode) -> list[str]:
         found = self._origins.get(node, ())
         return [
-            one.name
-            for one in (found() if callable(found) else found)
-            if one.source is QualifiedNameSource.IMPORT
+            name.name
+            for name in (found() if callable(found) else found)
+            if name.source is QualifiedNameSource.IMPORT
         ]
 
     def visit_Import(self, node: cst.Import) -> bool:
@@ -201,8 +201,8 @@ class Survey(cst.CSTVisitor):
             elif (
                 kind == "Module" and name in OVERRIDES and "optimizer_idx" in _parameters(statement)
             ):
-                what = f"{node.name.value}.{name}(optimizer_idx)"
-                self.say(statement, what, "the method without optimizer_idx, as in Lightning 2")
+                message = f"{node.name.value}.{name}(optimizer_idx)"
+                self.say(statement, message, "the method without optimizer_idx, as in Lightning 2")
 
     def leave_ClassDef(self, original_node: cst.ClassDef) -> None:
         self._class.pop()

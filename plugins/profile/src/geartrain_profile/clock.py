@@ -58,10 +58,10 @@ class Clock:
 
     def set_back(self, reading: Reading) -> Reading:
         """Forget all since ``reading``, and return it."""
-        now = self.read()
-        self._start += now.wall - reading.wall
+        current = self.read()
+        self._start += current.wall - reading.wall
         self._seconds[:], self._calls[:] = reading.seconds, reading.calls
-        return now - reading
+        return current - reading
 
     def slot(self, label: str, hook: str) -> int:
         """Return the index of a slot, which is created if it does not exist."""
@@ -75,16 +75,16 @@ class Clock:
         self, function: Callable[..., Any], label: str, hook: str, count: int = 1
     ) -> Callable[..., Any]:
         """Return ``function`` with its time counted in a slot, and ``count`` calls each time."""
-        slot, inner, now = self.slot(label, hook), self._inner, perf_counter
+        slot, inner, current = self.slot(label, hook), self._inner, perf_counter
         seconds, calls = self._seconds, self._calls
 
         def timed(*arguments: Any, **named: Any) -> Any:
             outer, inner[0] = inner[0], 0.0
-            start = now()
+            start = current()
             try:
                 return function(*arguments, **named)
             finally:
-                taken = now() - start
+                taken = current() - start
                 seconds[slot] += taken - inner[0]
                 calls[slot] += count
                 inner[0] = outer + taken

@@ -73,16 +73,18 @@ class Profile:
     ) -> None:
         for name, value, least in (("wait", wait, 1), ("warmup", warmup, 0), ("active", active, 1)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                what = f"{_WHOSE}: {name}={value!r} is not a number of steps"
-                raise UsageError(f"{what}. Fix: use a whole number, at least {least}")
+                message = f"{_WHOSE}: {name}={value!r} is not a number of steps"
+                raise UsageError(f"{message}. Fix: use a whole number, at least {least}")
         self.trace, self.wait, self.warmup, self.active = trace, wait, warmup, active
         self._state: _State | None = None
 
     @hookimpl
     def check_plan(self, plan: Plan) -> None:
         if plan.output is None and not plan.options.fast_dev_run:
-            what = f"{_WHOSE}: the run has no folder, so it only prints its table"
-            warnings.warn(f"{what}. Fix: --output DIR for profile.json and a trace", stacklevel=2)
+            message = f"{_WHOSE}: the run has no folder, so it only prints its table"
+            warnings.warn(
+                f"{message}. Fix: --output DIR for profile.json and a trace", stacklevel=2
+            )
 
     # --- measure ----------------------------------------------------------------------------------
 
@@ -221,8 +223,8 @@ class Profile:
         report = make_report(unit, count, reading, state.clock.slots)
         ranks = [report.parts]
         if all_ranks and run.world.size > 1:
-            mine = torch.tensor([report.parts[name] for name in PARTS], device=run.device)
-            everyone = run.hooks.all_gather(run=run, tensor=mine)
+            times = torch.tensor([report.parts[name] for name in PARTS], device=run.device)
+            everyone = run.hooks.all_gather(run=run, tensor=times)
             ranks = [dict(zip(PARTS, row.tolist(), strict=True)) for row in everyone]
             run.hooks.barrier(run=run)  # every rank has written its trace
         if run.world.rank == 0:

@@ -114,12 +114,14 @@ def table(
         lines.append(line)
     if validations:
         lines.append(f"  {'validation':18}{validation_ms:10.3f} ms each, {validations} times")
-    ours = [hook for hook in report.hooks if not hook["plugin"].startswith("geartrain[")]
-    if ours:
+    of_plugins = [hook for hook in report.hooks if not hook["plugin"].startswith("geartrain[")]
+    if of_plugins:
         lines.append(f"time in plugins, ms per {report.unit}:")
-    for hook in ours[:_ROWS]:
-        what = f"{hook['plugin']} {hook['hook']}"
-        lines.append(f"  {hook['ms_per_step']:10.4f}  {what}, {hook['calls']} calls")
-    if len(ours) > _ROWS:
-        lines.append(f"  and {len(ours) - _ROWS} more, in profile.json if the run has a folder")
+    for hook in of_plugins[:_ROWS]:
+        message = f"{hook['plugin']} {hook['hook']}"
+        lines.append(f"  {hook['ms_per_step']:10.4f}  {message}, {hook['calls']} calls")
+    if len(of_plugins) > _ROWS:
+        lines.append(
+            f"  and {len(of_plugins) - _ROWS} more, in profile.json if the run has a folder"
+        )
     return "\n".join(lines)

@@ -111,17 +111,17 @@ def _events_of(
     tids: dict[tuple[int, Any], int] = {}
     found: list[dict[str, Any]] = []
     for event in events:
-        own, thread = event.get("pid", 0), event.get("tid", 0)
-        if (rank, own) not in pids:
-            pids[rank, own] = pid = len(pids) + 1
-            what = names.get(own, own)
-            name = {"name": f"rank {rank}: {what}"}
+        process, thread = event.get("pid", 0), event.get("tid", 0)
+        if (rank, process) not in pids:
+            pids[rank, process] = pid = len(pids) + 1
+            message = names.get(process, process)
+            name = {"name": f"rank {rank}: {message}"}
             head = {"ph": "M", "ts": 0, "pid": pid, "tid": 0}
             found.append({**head, "name": "process_name", "args": name})
             found.append({**head, "name": "process_sort_index", "args": {"sort_index": pid}})
         if event.get("name") in ("process_name", "process_sort_index"):
             continue
-        pid = pids[rank, own]
+        pid = pids[rank, process]
         if not isinstance(thread, int):
             tid = tids.setdefault((pid, thread), 2**31 + len(tids))
         else:

@@ -87,8 +87,8 @@ def _runs(folder: Path) -> list[Path]:
             f"{folder} does not exist. {hint}Fix: pass the folder that fit got as --output"
         )
     if not folder.is_dir():
-        fix = f"pass its folder, {folder.parent}"
-        raise UsageError(f"{folder} is a file, not the folder of a run. Fix: {fix}")
+        remedy = f"pass its folder, {folder.parent}"
+        raise UsageError(f"{folder} is a file, not the folder of a run. Fix: {remedy}")
     try:
         if _is_run(folder):
             return [folder]
@@ -96,15 +96,15 @@ def _runs(folder: Path) -> list[Path]:
         if runs:
             return sorted(runs, key=_natural)
         below = ("*/" * depth + MARKS[0] for depth in range(2, _DEPTH + 1))
-        found = next((path for one in below for path in islice(folder.glob(one), 1)), None)
+        found = next((path for pattern in below for path in islice(folder.glob(pattern), 1)), None)
     except OSError as error:
         raise _unreadable(error) from error
-    fix = "pass the folder that fit got as --output"
+    remedy = "pass the folder that fit got as --output"
     if found is not None:
-        fix = f"geartrain report {found.parent.parent}"
+        remedy = f"geartrain report {found.parent.parent}"
     raise UsageError(
         f"{folder} is not the folder of a run, and contains none: it has no {', no '.join(MARKS)}. "
-        f"Fix: {fix}"
+        f"Fix: {remedy}"
     )
 
 
@@ -155,15 +155,15 @@ def _check_output(output: Path) -> None:
         UsageError: it is a folder, or another file.
     """
     if output.is_dir():
-        fix = f"-o {output / 'report.html'}"
-        raise UsageError(f"-o {output} is a folder. Fix: {fix}")
+        hint = f"-o {output / 'report.html'}"
+        raise UsageError(f"-o {output} is a folder. Fix: {hint}")
     if output.exists():
         try:
             with output.open("rb") as file:
-                ours = GENERATOR.encode() in file.read(1000)
+                is_report = GENERATOR.encode() in file.read(1000)
         except OSError as error:
             raise _unreadable(error) from error
-        if not ours:
+        if not is_report:
             raise UsageError(
                 f"{output} exists and is no page of geartrain report, so it is not replaced. "
                 "Fix: use another file with -o FILE, or remove it"

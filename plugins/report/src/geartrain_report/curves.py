@@ -83,12 +83,12 @@ def read_metrics(path: Path) -> Metrics:
             if stage == "train":
                 if step < last:
                     lost = _cut(found, step)
-                    what = (
+                    message = (
                         f"metrics.jsonl: the steps go back from {last} to {step} in line {number}"
                     )
-                    why = "a resumed run, or a second fit"
+                    reason = "a resumed run, or a second fit"
                     found.notes.append(
-                        f"{what} ({why}). The page shows the newer values; "
+                        f"{message} ({reason}). The page shows the newer values; "
                         f"{lost} older values are left out."
                     )
                 last = step
@@ -97,8 +97,8 @@ def read_metrics(path: Path) -> Metrics:
                 curve.values.append(value)
     if wrong and wrong[-1] == number and not line.endswith("\n"):
         wrong.pop()
-        what = "metrics.jsonl: the last line is not complete"
-        found.notes.append(f"{what}: the run is in progress, or was killed.")
+        message = "metrics.jsonl: the last line is not complete"
+        found.notes.append(f"{message}: the run is in progress, or was killed.")
     if wrong:
         lines = "1 line is" if len(wrong) == 1 else f"{len(wrong)} lines are"
         first = f"line {wrong[0]}"

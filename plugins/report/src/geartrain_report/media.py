@@ -30,13 +30,13 @@ def groups(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
         for medium in run.media:
             found.setdefault((medium.kind, medium.name), {}).setdefault(i, []).append(medium)
     shown: list[dict[str, Any]] = []
-    left = _BYTES
+    remaining = _BYTES
     for (kind, name), by_run in found.items():
         rows = []
         for i, media in by_run.items():
             chosen = _spread(media)
-            items = [_item(medium, left / len(chosen)) for medium in chosen]
-            left -= sum(len(item.get("src", "")) for item in items)
+            items = [_item(medium, remaining / len(chosen)) for medium in chosen]
+            remaining -= sum(len(item.get("src", "")) for item in items)
             rows.append({"run": i, "name": runs[i].name, "items": items, "total": len(media)})
         shown.append({"kind": kind, "name": name, "rows": rows})
     return shown

@@ -126,8 +126,8 @@ def differences(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
     A run without the fact has ``"–"``; so has each run without a plan.
     """
     facts = [_facts(run.plan) for run in runs]
-    names = dict.fromkeys(name for one in facts for name in one)
-    rows = [(name, [one.get(name, "–") for one in facts]) for name in names]
+    names = dict.fromkeys(name for fact in facts for name in fact)
+    rows = [(name, [fact.get(name, "–") for fact in facts]) for name in names]
     return [(name, values) for name, values in rows if len(set(values)) > 1]
 
 

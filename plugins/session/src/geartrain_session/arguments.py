@@ -48,7 +48,7 @@ def check_hooks(hooks: Hooks, parts: Iterable[LoadedPlugin]) -> None:
             continue
         watched = NOT_FIRED + NOT_AROUND if info.kind == "plugin" else ("step",)
         missed = [hook for hook in watched if info in hooks.implementers(hook)]
-        what = (
+        message = (
             f"{info.label}: a Session never calls {', '.join(missed)}: epochs, validation and "
             "whole steps belong to your loop"
         )
@@ -56,9 +56,9 @@ def check_hooks(hooks: Hooks, parts: Iterable[LoadedPlugin]) -> None:
             _is_optional(part.plugin, hook) for hook in missed
         )
         if set(missed) & set(NOT_AROUND) or not works_without:
-            raise UsageError(f"{what}. Fix: do its work in the loop, or use geartrain.Trainer")
+            raise UsageError(f"{message}. Fix: do its work in the loop, or use geartrain.Trainer")
         if missed:
-            warnings.warn(what, stacklevel=3)
+            warnings.warn(message, stacklevel=3)
 
 
 def _is_optional(plugin: Any, hook: str) -> bool:

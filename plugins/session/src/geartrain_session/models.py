@@ -148,13 +148,13 @@ class SessionModel(nn.Module):
         return self._methods["forward"](*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        own = self.__dict__
-        if name in own.get("_methods", ()):
-            return own["_methods"][name]
+        attributes = self.__dict__
+        if name in attributes.get("_methods", ()):
+            return attributes["_methods"][name]
         for store in ("_modules", "_parameters", "_buffers"):
-            if name in own.get(store, ()):
-                return own[store][name]
-        return getattr(own["_modules"]["module"], name)
+            if name in attributes.get(store, ()):
+                return attributes[store][name]
+        return getattr(attributes["_modules"]["module"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         module = self.__dict__.get("_modules", {}).get("module")

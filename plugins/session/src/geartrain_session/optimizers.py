@@ -188,9 +188,11 @@ def stepper_of(optimizer: Any) -> Stepper:
 
 def owns(module: nn.Module, optimizer: Optimizer) -> bool:
     """True if the model has all parameters that an optimizer steps."""
-    own = {id(parameter) for parameter in module.parameters()}
+    parameters = {id(parameter) for parameter in module.parameters()}
     return all(
-        id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]
+        id(parameter) in parameters
+        for group in optimizer.param_groups
+        for parameter in group["params"]
     )
 
 

@@ -92,16 +92,20 @@ class Session(RankProperties):
         )
         arguments = dict(locals())
         given = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
-        own = [
-            one
-            for one in given
-            if any(hasattr(getattr(one, name, None), "geartrain_impl") for name in dir(one))
+        hook_plugins = [
+            callback
+            for callback in given
+            if any(
+                hasattr(getattr(callback, name, None), "geartrain_impl") for name in dir(callback)
+            )
         ]
         #: The callbacks that are not plugins; :meth:`call` calls them.
-        self.callbacks = Callbacks(one for one in given if not any(one is plugin for plugin in own))
+        self.callbacks = Callbacks(
+            callback for callback in given if not any(callback is plugin for plugin in hook_plugins)
+        )
         self._setup = Setup.of(
             arguments
-            | {"callbacks": own, "max_epochs": -1}
+            | {"callbacks": hook_plugins, "max_epochs": -1}
             | {"num_sanity_val_steps": 0, "enable_progress_bar": False}
         )
         if seed is not None:

@@ -115,19 +115,19 @@ class SessionRun:
             )
         for optimizer in optimizers:
             check_optimizer(module, optimizer)
-        own = self._run_of(self.run, module)
+        model_run = self._run_of(self.run, module)
         self.session.hooks.check_plan(plan=self.session.plan, module=as_one_module(module))
-        own.ranks.check(own)
-        own.loop.unwrapped = Called(module)  # type: ignore[assignment]  # in place of a StepForwarder
-        own.model = own.hooks.wrap_model(run=own, model=own.loop.unwrapped)
+        model_run.ranks.check(model_run)
+        model_run.loop.unwrapped = Called(module)  # type: ignore[assignment]  # in place of a StepForwarder
+        model_run.model = model_run.hooks.wrap_model(run=model_run, model=model_run.loop.unwrapped)
         methods = [
             name
             for name in STEPS
             if isinstance(module, Module) and callable(getattr(module, name, None))
         ]
-        model = SessionModel(self, own, module, methods)
+        model = SessionModel(self, model_run, module, methods)
         self.models.append(model)
-        self._runs.append(own)
+        self._runs.append(model_run)
         attach(self.run, self.models)
         return (model, *(self._optimizer(model, optimizer) for optimizer in optimizers))
 
@@ -155,16 +155,20 @@ class SessionRun:
         run = self._run_of(self.run, Models())
         run.stage = stage
         if isinstance(loader, CombinedLoader) and loader.mode == "sequential":
-            what = "setup_dataloaders: a CombinedLoader with mode='sequential'"
-            raise UsageError(f"{what} is not iterated. Fix: set up each of its loaders")
+            message = "setup_dataloaders: a CombinedLoader with mode='sequential'"
+            raise UsageError(f"{message} is not iterated. Fix: set up each of its loaders")
         part = partial(_part_of_this_rank, run, stage)
-        mine = each_loader(loader, part) if shard else loader
-        share_temporary_folder([mine])
-        run.stages = {stage: Stage([mine], [count_batches(mine, None, stage)])}
-        self.run.stages[stage].loaders.append(mine)  # the loader's workers end with the session
+        shard_of_rank = each_loader(loader, part) if shard else loader
+        share_temporary_folder([shard_of_rank])
+        run.stages = {stage: Stage([shard_of_rank], [count_batches(shard_of_rank, None, stage)])}
+        self.run.stages[stage].loaders.append(
+            shard_of_rank
+        )  # the loader's workers end with the session
         # A strategy that shards a loader talks to all ranks then; others may be set up on one rank.
-        counts = _unequal_counts(run, stage) if stage != "train" and mine is not loader else []
-        return SessionLoader(self, run, mine, move, counts)
+        counts = (
+            _unequal_counts(run, stage) if stage != "train" and shard_of_rank is not loader else []
+        )
+        return SessionLoader(self, run, shard_of_rank, move, counts)
 
     def _optimizer(self, model: SessionModel, optimizer: Optimizer) -> Any:
         run = self._run_of(model._run, model.module)
@@ -177,10 +181,10 @@ class SessionRun:
     @staticmethod
     def _run_of(run: Run, module: nn.Module) -> Run:
         """Return a copy of a run, for the hooks of one model, one optimizer or one loader."""
-        own = copy.copy(run)
-        own.loop.step_functions = {}
-        own.module = module  # type: ignore[assignment]  # hooks need only nn.Module's attributes
-        return own
+        model_run = copy.copy(run)
+        model_run.loop.step_functions = {}
+        model_run.module = module  # type: ignore[assignment]  # hooks need only nn.Module's attributes
+        return model_run
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -227,8 +231,8 @@ def _unequal_counts(run: Run, stage: str) -> list[int]:
     (loader,), (count,) = run.stages[stage].loaders, run.stages[stage].batches
     if has_no_own_samples(loader):
         count = 0
-    mine = torch.tensor([-1 if count is None else count], dtype=torch.float64)
-    counts = [int(n) for n in run.hooks.log_sync(run=run, values=mine)[:, 0]]
+    local = torch.tensor([-1 if count is None else count], dtype=torch.float64)
+    counts = [int(n) for n in run.hooks.log_sync(run=run, values=local)[:, 0]]
     return counts if min(counts) >= 0 and len(set(counts)) > 1 else []
 
 

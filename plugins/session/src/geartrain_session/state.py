@@ -21,14 +21,15 @@ def collect(state: Mapping[str, Any]) -> dict[str, Any]:
             f"save: the state must be a dict of names, not {type(state).__name__}. "
             "Fix: {'model': model, 'optimizer': optimizer}"
         )
-    odd = [
+    unsupported = [
         name
         for name, value in state.items()
         if not hasattr(value, "state_dict") and not_plain(value)
     ]
-    if odd:
+    if unsupported:
+        name = unsupported[0]
         raise UsageError(
-            f"save: {odd[0]!r} is {type(state[odd[0]]).__name__}, which has no state_dict() and is "
+            f"save: {name!r} is {type(state[name]).__name__}, which has no state_dict() and is "
             "no plain value. Fix: use numbers, strings, tensors, and lists and dicts of them"
         )
     return {

@@ -142,16 +142,16 @@ def _update_module(module: Module, brought: RankResult) -> None:
     for path, new in brought.added.items():
         for kind, items in new.items():
             vars(parts[path])[kind].update(deepcopy(items))
-    mine = dict(_tensors(module))
+    tensors = dict(_tensors(module))
     with torch.no_grad():
-        for name, theirs in brought.tensors.items():
-            own = mine[name]
-            if isinstance(own, UninitializedParameter | UninitializedBuffer):
-                own.materialize(theirs.shape, dtype=theirs.dtype)
-            if own.shape == theirs.shape and own.dtype == theirs.dtype:
-                own.copy_(theirs)
+        for name, received in brought.tensors.items():
+            kept = tensors[name]
+            if isinstance(kept, UninitializedParameter | UninitializedBuffer):
+                kept.materialize(received.shape, dtype=received.dtype)
+            if kept.shape == received.shape and kept.dtype == received.dtype:
+                kept.copy_(received)
             else:
-                own.data = theirs.clone()  # the run resized it
+                kept.data = received.clone()  # the run resized it
     for path, attributes in brought.attributes.items():
         _set(parts[path], _copy(attributes))
 

@@ -45,15 +45,15 @@ def refusals(path: str, thing: Any, dump: Dump, by_value: bool = False) -> Itera
         by_value: true if ``dump`` writes the code of functions and classes that cannot be imported,
             as cloudpickle does. Then the search also covers the objects that they use.
     """
-    why = _why_not(thing, dump)
-    if why is None:
+    reason = _why_not(thing, dump)
+    if reason is None:
         return
     found = False
-    for refusal in _Search(dump, by_value).of(path, thing, why):
+    for refusal in _Search(dump, by_value).of(path, thing, reason):
         found = True
         yield refusal
     if not found:  # the object that does not pickle refers to its holder
-        yield from _Search(dump, by_value, blame_cycles=True).of(path, thing, why)
+        yield from _Search(dump, by_value, blame_cycles=True).of(path, thing, reason)
 
 
 def plain_dump(thing: Any, file: IO[bytes]) -> None:

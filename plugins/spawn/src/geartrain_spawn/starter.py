@@ -195,12 +195,12 @@ class Ranks:
         """
         if self._supervisor.watch():
             self._supervisor.unwind()
-        left = [
+        remaining = [
             each.number
             for each in self._ranks
             if each.process.exitcode == 0 and each.answer.is_empty()
         ]
-        verdict = self._supervisor.judge(left=left)
+        verdict = self._supervisor.judge(left=remaining)
         if verdict is None:
             return self._ranks[0].answer.load()
         where = self._supervisor.show_log(verdict.ranks[0])
@@ -261,9 +261,9 @@ def _without_main() -> Iterator[None]:
     Its classes and functions travel by value. Without ``if __name__ == "__main__"``, the script
     would start a training in every rank.
     """
-    own = sys.modules["__main__"]
+    main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
         yield
     finally:
-        sys.modules["__main__"] = own
+        sys.modules["__main__"] = main

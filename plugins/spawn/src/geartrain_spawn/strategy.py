@@ -50,8 +50,8 @@ class DDPSpawnStrategy(DDPStrategy):
         bucket_cap_mb: float | None = None,
     ) -> None:
         if start_method not in START_METHODS:
-            fix = " or ".join(START_METHODS)
-            raise UsageError(f"start_method={start_method!r} cannot be used here. Fix: {fix}")
+            hint = " or ".join(START_METHODS)
+            raise UsageError(f"start_method={start_method!r} cannot be used here. Fix: {hint}")
         super().__init__(
             process_group_backend,
             timeout,

@@ -127,8 +127,8 @@ class TensorBoard:
             TrainingError: no run is under way.
         """
         label = "geartrain-tensorboard[tensorboard]"
-        own: SummaryWriter = experiment(self._writer, self._running, label)
-        return own
+        writer: SummaryWriter = experiment(self._writer, self._running, label)
+        return writer
 
     @hookimpl
     def on_run_end(self, run: Run) -> None:

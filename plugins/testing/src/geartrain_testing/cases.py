@@ -186,12 +186,14 @@ class Cases:
                 f"a metric is {found:.0f} on rank {record['rank']}, expected {expected}. "
                 "Fix: log_sync sends float64"
             )
-        mine = torch.stack([torch.arange(3) + LARGE + 10 * rank for rank in range(kit.ranks)])
+        expected_rows = torch.stack(
+            [torch.arange(3) + LARGE + 10 * rank for rank in range(kit.ranks)]
+        )
         for record in kit.report("collectives").ranks("validate"):
             found = record["notes"]["gathered"]["large"]
-            assert torch.equal(found, mine), (
+            assert torch.equal(found, expected_rows), (
                 f"all_gather of int64 on rank {record['rank']}: {found.tolist()}, expected "
-                f"{mine.tolist()}. Fix: all_gather sends each tensor in its own type"
+                f"{expected_rows.tolist()}. Fix: all_gather sends each tensor in its own type"
             )
 
     @uses("every_step", "metrics", "collectives")
@@ -238,25 +240,25 @@ class Cases:
     def test_all_gather(self, kit: Kit) -> None:
         """Equal tensors are stacked in the order of ranks; others keep their form."""
         size = kit.ranks
-        mine = [torch.arange(3) + 10 * rank for rank in range(size)]
+        rows = [torch.arange(3) + 10 * rank for rank in range(size)]
         for record in kit.report("collectives").ranks("validate"):
             found = record["notes"]["gathered"]
-            whose = f"all_gather on rank {record['rank']}: "
-            assert torch.equal(found["equal"], torch.stack(mine)), (
-                f"{whose}{found['equal'].tolist()}"
+            owner = f"all_gather on rank {record['rank']}: "
+            assert torch.equal(found["equal"], torch.stack(rows)), (
+                f"{owner}{found['equal'].tolist()}"
             )
-            assert torch.equal(found["scalar"], torch.stack(mine)[:, 0]), (
-                f"{whose}of scalars: {found['scalar'].tolist()}"
+            assert torch.equal(found["scalar"], torch.stack(rows)[:, 0]), (
+                f"{owner}of scalars: {found['scalar'].tolist()}"
             )
             unequal = [part.tolist() for part in found["unequal"]]
             assert unequal == [[[rank, rank]] * (rank + 1) for rank in range(size)], (
-                f"{whose}of unequal lengths: {unequal}"
+                f"{owner}of unequal lengths: {unequal}"
             )
             inner = found["nested"]["a"]
-            assert torch.equal(inner[0], torch.stack(mine)), f"{whose}nested: {inner[0].tolist()}"
+            assert torch.equal(inner[0], torch.stack(rows)), f"{owner}nested: {inner[0].tolist()}"
             assert isinstance(inner[1], tuple)
-            assert torch.equal(inner[1][0], torch.stack(mine).double()), (
-                f"{whose}nested: {inner[1][0].tolist()}"
+            assert torch.equal(inner[1][0], torch.stack(rows).double()), (
+                f"{owner}nested: {inner[1][0].tolist()}"
             )
 
     @uses("collectives")
@@ -289,12 +291,12 @@ class Cases:
         )
         fitted, validated, tested = kit.report("fit_validate_test").caller
         expected = fitted["metrics"]["val_loss"]
-        for what, found in (
+        for message, found in (
             ("validate", validated["result"][0]["val_loss"]),
             ("test", tested["result"][0]["test_loss"]),
         ):
             assert abs(found - expected) < _EXACT, (
-                f"{what} gives the loss {found}; validation at the end of fit gave {expected}"
+                f"{message} gives the loss {found}; validation at the end of fit gave {expected}"
             )
 
     @uses("fit_validate_test")

@@ -45,8 +45,8 @@ def _named(run: Run, kit: Kit, *words: str) -> None:
 
 
 def _nothing_left(run: Run) -> None:
-    left = run.program.left_behind()
-    assert left == [], f"left behind after the failure: {left}\n{run.shown()}"
+    remaining = run.program.left_behind()
+    assert remaining == [], f"left behind after the failure: {remaining}\n{run.shown()}"
 
 
 class FailureCases:
@@ -63,12 +63,12 @@ class FailureCases:
             _named(run, kit, f"{MEANT} {phase}")
             _nothing_left(run)
             marks = {path.name for path in run.folder.iterdir()}
-            for what, mark in (
+            for message, mark in (
                 ("the module's teardown", "teardown"),
                 ("teardown_process_group", "left"),
             ):
                 missing = [rank for rank in range(kit.ranks) if f"{mark}-{rank}" not in marks]
-                assert not missing, f"{what} was not called on ranks {missing}\n{run.shown()}"
+                assert not missing, f"{message} was not called on ranks {missing}\n{run.shown()}"
 
     @pytest.mark.parametrize("kind", SIGNALS)
     def test_signal(self, kit: Kit, kind: str) -> None:

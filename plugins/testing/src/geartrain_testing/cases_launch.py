@@ -97,9 +97,11 @@ class LaunchCases:
         """On one device the weights equal those of one process."""
         need(kit.request.devices > 1, "the other cases run on one device")
         (record,) = kit.report("sgd", ONE_DEVICE).ranks()
-        one = kit.reference("sgd", ONE_DEVICE).ranks()[0]
+        expected = kit.reference("sgd", ONE_DEVICE).ranks()[0]
         if kit.can.convergence is None:
-            assert_same_weights(record["weights"], one["weights"], "the one rank", "one process")
+            assert_same_weights(
+                record["weights"], expected["weights"], "the one rank", "one process"
+            )
 
     @uses("sgd", start=TWO_NODES)
     def test_multi_node(self, kit: Kit) -> None:
@@ -123,11 +125,11 @@ class LaunchCases:
             f"ranks {[record['rank'] for record in records]} of two nodes"
         )
         if kit.can.convergence is None:
-            one = kit.reference("sgd", TWO_NODES).ranks()[0]
+            expected = kit.reference("sgd", TWO_NODES).ranks()[0]
             for record in records:
                 assert_same_weights(
                     record["weights"],
-                    one["weights"],
+                    expected["weights"],
                     f"rank {record['rank']} of two nodes",
                     "one process",
                 )

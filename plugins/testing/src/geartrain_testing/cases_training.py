@@ -57,11 +57,11 @@ class TrainingCases:
         equals_one_process(kit, scenario)
         if scenario == "fit_twice":
             equals_one_process(kit, scenario, number=1)
-        ours, one = kit.report(scenario).ranks(), kit.reference(scenario).ranks()[0]
-        for record in ours:
-            assert record["notes"] == one["notes"], (
+        found, expected = kit.report(scenario).ranks(), kit.reference(scenario).ranks()[0]
+        for record in found:
+            assert record["notes"] == expected["notes"], (
                 f"rank {record['rank']} has the notes {record['notes']}, "
-                f"and one process {one['notes']}"
+                f"and one process {expected['notes']}"
             )
 
     @uses("sgd", "adam", "many_buckets", "accumulation")
@@ -220,9 +220,9 @@ class TrainingCases:
         assert first["weights"]["norm.num_batches_tracked"] == 7
         for record in others:
             for name in ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"):
-                ours, theirs = first["weights"][name], record["weights"][name]
-                assert torch.equal(ours, theirs), (
-                    f"{name} is {ours} on rank 0 and {theirs} on rank {record['rank']}"
+                before, after = first["weights"][name], record["weights"][name]
+                assert torch.equal(before, after), (
+                    f"{name} is {before} on rank 0 and {after} on rank {record['rank']}"
                 )
 
     @uses("no_sync")

@@ -391,9 +391,9 @@ def run_all(
         The reports of each request.
     """
     reports = [Reports() for _ in requests]
-    left = [(i, name) for i, request in enumerate(requests) for name in request.scenarios]
+    remaining = [(i, name) for i, request in enumerate(requests) for name in request.scenarios]
     for number in itertools.count():
-        if not left:
+        if not remaining:
             return reports
         home = folder / str(number)
         # Several requests get one folder each.
@@ -402,12 +402,12 @@ def run_all(
             for i, request in enumerate(requests)
         ]
         parts = []
-        for i in dict.fromkeys(i for i, _ in left):
+        for i in dict.fromkeys(i for i, _ in remaining):
             homes[i].mkdir(parents=True)
             parts.append(
                 replace(
                     requests[i],
-                    scenarios=[name for j, name in left if j == i],
+                    scenarios=[name for j, name in remaining if j == i],
                     folder=str(homes[i]),
                 )
             )
@@ -428,19 +428,19 @@ def run_all(
                         f"program-{i}",
                     )
                 )
-            todo = [(homes[i] / name, name, deadlines[i]) for i, name in left]
+            todo = [(homes[i] / name, name, deadlines[i]) for i, name in remaining]
             problem = _watch(programs, todo)
-            done = [(i, name) for i, name in left if (homes[i] / name / "done").exists()]
+            done = [(i, name) for i, name in remaining if (homes[i] / name / "done").exists()]
             for i, name in done:
                 reports[i].by_name[name] = Report(name, homes[i] / name)
-            left = [each for each in left if each not in done]
+            remaining = [each for each in remaining if each not in done]
             if problem is None:
-                behind = [what for program in programs for what in program.left_behind()]
+                behind = [message for program in programs for message in program.left_behind()]
                 for i in {i for i, _ in done}:
                     reports[i].left_behind += behind
             else:
                 # A program may also fail at its end: then the last scenario reports the failure.
-                i, name = left.pop(0) if left else done[-1]
+                i, name = remaining.pop(0) if remaining else done[-1]
                 reports[i].by_name[name] = Report(
                     name, homes[i] / name, f"{problem}\n{shown(programs, homes[i] / name)}"
                 )
@@ -461,14 +461,14 @@ def _watch(programs: Sequence[Launched], todo: Sequence[tuple[Path, str, float]]
     """
     done, since = -1, time.monotonic()
     while None in (codes := [program.process.poll() for program in programs]):
-        now = sum((folder / "done").exists() for folder, _, _ in todo)
-        _, name, deadline = todo[min(now, len(todo) - 1)]
-        if now > done:
-            done, since = now, time.monotonic()
-        elif time.monotonic() - since > (deadline if now else max(deadline, START)):
-            what = f"the scenario {name!r}" if done < len(todo) else "the end of the program"
-            state = _slow_or_hung(todo[min(now, len(todo) - 1)][0], deadline)
-            return f"{state}: {what} was not done within {deadline:.0f} s"
+        current = sum((folder / "done").exists() for folder, _, _ in todo)
+        _, name, deadline = todo[min(current, len(todo) - 1)]
+        if current > done:
+            done, since = current, time.monotonic()
+        elif time.monotonic() - since > (deadline if current else max(deadline, START)):
+            message = f"the scenario {name!r}" if done < len(todo) else "the end of the program"
+            state = _slow_or_hung(todo[min(current, len(todo) - 1)][0], deadline)
+            return f"{state}: {message} was not done within {deadline:.0f} s"
         time.sleep(0.02)
     return next((f"the program ended with exit code {code}" for code in codes if code), None)
 

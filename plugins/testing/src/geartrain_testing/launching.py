@@ -162,24 +162,24 @@ class Launched:
         has its id in the file's name.
         """
         deadline = time.monotonic() + seconds
-        while (left := self._left()) and time.monotonic() < deadline:
+        while (remaining := self._left()) and time.monotonic() < deadline:
             time.sleep(0.05)
-        return left
+        return remaining
 
     def _left(self) -> list[str]:
         processes = [f"process {pid}: {_command_line(pid)}" for pid in self.processes()]
         new = _shared_memory() - self._shared_before
-        mine = {
+        variables = {
             path
             for path in new
             if path in self._mapped
             or self._pids & {int(digits) for digits in re.findall(r"\d+", path)}
         }
         living: set[str] = set()
-        if mine:
+        if variables:
             ids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
             living = living.union(*map(_mapped, ids))
-        shared = [f"shared memory {path}" for path in sorted(mine - living)]
+        shared = [f"shared memory {path}" for path in sorted(variables - living)]
         files = [
             f"temporary file {path.relative_to(self.temporary)}"
             for path in sorted(self.temporary.rglob("*"))
@@ -190,8 +190,8 @@ class Launched:
         """End every process of this run."""
         self._ended.set()
         deadline = time.monotonic() + 20
-        while (left := self.processes()) and time.monotonic() < deadline:
-            for pid in left:
+        while (remaining := self.processes()) and time.monotonic() < deadline:
+            for pid in remaining:
                 try:
                     os.kill(pid, signal.SIGKILL)
                 except ProcessLookupError:
@@ -207,11 +207,13 @@ def processes(token: str) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                ours = f"{TOKEN}={token}".encode() in (entry / "environ").read_bytes().split(b"\0")
+                is_marked = f"{TOKEN}={token}".encode() in (entry / "environ").read_bytes().split(
+                    b"\0"
+                )
                 state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
             except OSError:
                 continue
-            if ours and state not in "ZX":
+            if is_marked and state not in "ZX":
                 found.append(int(entry.name))
     return found
 

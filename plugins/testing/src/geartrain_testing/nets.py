@@ -127,9 +127,9 @@ class Unused(Net):
         x, y, number = batch
         hidden = torch.tanh(self.first(x))
         predicted = self.last(hidden if batch_idx % 2 else torch.tanh(self.second(hidden)))
-        mine = number % self.ranks == 0
-        if mine.any():
-            predicted = predicted + self.extra(x) * mine[:, None]
+        is_used = number % self.ranks == 0
+        if is_used.any():
+            predicted = predicted + self.extra(x) * is_used[:, None]
         loss = nn.functional.mse_loss(predicted, y)
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         return loss
@@ -261,11 +261,11 @@ class EveryStep(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         rank = self.trainer.global_rank
         breaks = batch_idx == STEPS and rank == self.ranks - 1
-        own = self.ranks
+        count = self.ranks
         return (
-            self.bf16[rank].double() * own * (1 + DIGIT["bf16"])
-            + self.f32[rank].double() * own * (1 + DIGIT["f32"])
-            + self.f64[rank] * own * (1 + DIGIT["f64"])
+            self.bf16[rank].double() * count * (1 + DIGIT["bf16"])
+            + self.f32[rank].double() * count * (1 + DIGIT["f32"])
+            + self.f64[rank] * count * (1 + DIGIT["f64"])
             + self.steps[batch_idx] * (rank + 1)
             + self.broken.sum() * (math.nan if breaks else 0.0)
         )
@@ -289,8 +289,8 @@ class Unfreezes(Net):
             self.unfrozen_late.requires_grad_(True)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        own = self.unfrozen_late[self.trainer.global_rank] * len(self.unfrozen_late)
-        return super().training_step(batch, batch_idx) + own
+        unfrozen = self.unfrozen_late[self.trainer.global_rank] * len(self.unfrozen_late)
+        return super().training_step(batch, batch_idx) + unfrozen
 
     def configure_optimizers(self) -> Any:
         every = list(self.parameters())
@@ -305,9 +305,11 @@ class OwnEntries(Net):
         self.entries = nn.Parameter(torch.zeros(ranks, dtype=torch.float64))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        mine = torch.zeros_like(self.entries)
-        mine[self.trainer.global_rank] = 1.0
-        return super().training_step(batch, batch_idx) + ((self.entries - 1) * mine).square().sum()
+        entries = torch.zeros_like(self.entries)
+        entries[self.trainer.global_rank] = 1.0
+        return (
+            super().training_step(batch, batch_idx) + ((self.entries - 1) * entries).square().sum()
+        )
 
 
 class Gradients(Net):

@@ -93,14 +93,15 @@ def command(name: str, argv: list[str]) -> None:
 def _check_project(name: str) -> None:
     """Refuse a name that Python cannot import, or that imports something else."""
     _check_form(_PROJECT, name, "_")
-    fix = f"Fix: use another name, for example my_{name}"
+    hint = f"Fix: use another name, for example my_{name}"
     if keyword.iskeyword(name):
-        raise UsageError(f"{name!r} is a keyword of Python, which cannot be imported. {fix}")
+        raise UsageError(f"{name!r} is a keyword of Python, which cannot be imported. {hint}")
     spec = importlib.util.find_spec(name)
     # A folder without __init__.py has no origin, and a project's module wins over it.
     if spec is not None and spec.origin is not None:
         raise UsageError(
-            f"{name!r} is the name of an installed Python module, which {name}.py would hide. {fix}"
+            f"{name!r} is the name of an installed Python module, which {name}.py would "
+            f"hide. {hint}"
         )
 
 
@@ -123,11 +124,11 @@ def _check_form(kind: str, name: str, separators: str) -> None:
 def _check_name(kind: str, name: str) -> None:
     """Refuse a plugin's name that cannot be typed, or that is already used."""
     _check_form(kind, name, "-_")
-    fix = "Fix: use another name"
+    hint = "Fix: use another name"
     if name in _RESERVED:
         raise UsageError(
             f"{name!r} already has a meaning on geartrain's command line. "
-            f"{fix}, for example {name}_2 or my_{name}"
+            f"{hint}, for example {name}_2 or my_{name}"
         )
     same = _same(name)
     if kind in ("plugin", "logger"):
@@ -145,24 +146,24 @@ def _check_name(kind: str, name: str) -> None:
         if same in taken:
             raise UsageError(
                 f"{name!r} is an option of geartrain's command line (--{name}), and the plugin's "
-                f"options would start with it. {fix}, for example {name}_2 or my_{name}"
+                f"options would start with it. {hint}, for example {name}_2 or my_{name}"
             )
     for candidate in Registry().candidates:
         if _same(candidate.name) == same:
             raise UsageError(
                 f"{name!r} is the name of the installed {candidate.kind} {candidate.label}. "
-                f"{fix}, or uninstall that one"
+                f"{hint}, or uninstall that one"
             )
     for (other, known), distribution in KNOWN.items():
         if _same(known) == same:
             raise UsageError(
                 f"{name!r} is the {other} of {distribution}, a plugin that geartrain knows. "
-                f"{fix}, or pip install {distribution}"
+                f"{hint}, or pip install {distribution}"
             )
     if importlib.util.find_spec(f"geartrain_{same}") is not None:
         raise UsageError(
             f"{name!r}: a package geartrain_{same}, as the {kind}'s would be called, is already "
-            f"installed. {fix}"
+            f"installed. {hint}"
         )
 
 

@@ -102,14 +102,14 @@ class Collectives:
     def on_run_start(self, run: Run) -> None:
         rank, size = run.world.rank, run.world.size
         gather, notes = run.module.all_gather, notes_of(run)
-        mine = torch.arange(3, device=run.device) + 10 * rank
+        rows = torch.arange(3, device=run.device) + 10 * rank
         notes["gathered"] = {
-            "equal": gather(mine),
-            "scalar": gather(mine[0]),
+            "equal": gather(rows),
+            "scalar": gather(rows[0]),
             "unequal": list(gather(torch.full((rank + 1, 2), rank, device=run.device))),
-            "nested": gather({"a": [mine, (mine.double(),)]}),
-            "large": gather(mine + LARGE),
-            "nan": gather(torch.where(mine == 10 * rank, math.nan, mine.double())),
+            "nested": gather({"a": [rows, (rows.double(),)]}),
+            "large": gather(rows + LARGE),
+            "nan": gather(torch.where(rows == 10 * rank, math.nan, rows.double())),
         }
         objects = [
             run.hooks.broadcast(run=run, obj={"from": rank, "text": "é" * (rank + 1)}, src=src)
@@ -133,7 +133,9 @@ class Barriers:
         rank, size = run.world.rank, run.world.size
         waited = []
         for late in range(size):
-            here, through = (self.folder / f"barrier-{late}-{what}" for what in ("late", "through"))
+            here, through = (
+                self.folder / f"barrier-{late}-{message}" for message in ("late", "through")
+            )
             if rank == late:
                 # The longer it waits, the more surely it finds a barrier that does not wait.
                 deadline = time.monotonic() + LATE

@@ -82,9 +82,9 @@ class ThreadRanks:
     def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
         size = run.plan.processes or 1
         ranks = [(run, worker), *(_copy(run, worker) for _ in range(1, size))]
-        self.runs = [own for own, _ in ranks]
-        for rank, own in enumerate(self.runs):
-            own.cluster = ClusterEnvironment("threads", rank, size, rank, size, 0)
+        self.runs = [rank_run for rank_run, _ in ranks]
+        for rank, rank_run in enumerate(self.runs):
+            rank_run.cluster = ClusterEnvironment("threads", rank, size, rank, size, 0)
         self._turns = Turns(size, self.first)
         self._turns.run([partial(function, rank) for rank, (_, function) in enumerate(ranks)])
         return self.results[0]
@@ -110,10 +110,10 @@ class ThreadRanks:
 
     @hookimpl
     def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
-        mine = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+        tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
         for tensor, first in zip(
-            mine,
-            self._exchange(run, "wrap_model", [tensor.clone() for tensor in mine])[0],
+            tensors,
+            self._exchange(run, "wrap_model", [tensor.clone() for tensor in tensors])[0],
             strict=True,
         ):
             tensor.copy_(first)
@@ -124,12 +124,12 @@ class ThreadRanks:
         parameters = [
             parameter for parameter in about_to_step(run).values() if parameter.requires_grad
         ]
-        mine = [
+        states = [
             None if parameter.grad is None else parameter.grad.detach().clone()
             for parameter in parameters
         ]
         for parameter, *grads in zip(
-            parameters, *self._exchange(run, "reduce_gradients", mine), strict=True
+            parameters, *self._exchange(run, "reduce_gradients", states), strict=True
         ):
             found = [grad for grad in grads if grad is not None]
             if found:  # else the gradient stays None, as in one process
@@ -159,11 +159,11 @@ class ThreadRanks:
 
     @hookimpl
     def broadcast(self, run: Run, obj: Any, src: int) -> Any:
-        mine = run.world.rank == src
+        is_source = run.world.rank == src
         table = self._exchange(
-            run, f"broadcast from rank {src}", pickle.dumps(obj) if mine else b""
+            run, f"broadcast from rank {src}", pickle.dumps(obj) if is_source else b""
         )
-        return obj if mine else pickle.loads(table[src])
+        return obj if is_source else pickle.loads(table[src])
 
     @hookimpl
     def barrier(self, run: Run) -> None:
@@ -189,8 +189,8 @@ def _copy(run: Run, worker: Callable[[int], Any]) -> tuple[Run, Callable[[int], 
         return copy.deepcopy((run, worker), {id(run.plan): run.plan})
     except Exception as error:  # __deepcopy__ and __getstate__ of users may raise any error
         label = run.plan.strategy.label
-        fix = "Fix: make it in setup(), which runs on each rank, or leave it out in __getstate__"
-        what = (
+        hint = "Fix: make it in setup(), which runs on each rank, or leave it out in __getstate__"
+        message = (
             f"the run cannot be copied, and each rank gets a copy ({type(error).__name__}: {error})"
         )
         # Without geartrain-spawn, the message does not name the attribute.
@@ -202,11 +202,11 @@ def _copy(run: Run, worker: Callable[[int], Any]) -> tuple[Run, Callable[[int], 
             if found := next(
                 (found for name, thing in arguments for found in refusals(name, thing, _dump)), None
             ):
-                what = (
+                message = (
                     f"{found.path}: {found.what} cannot be copied, and each rank gets a copy "
                     f"({found.why})"
                 )
-        raise UsageError(f"{label}: {what}. {fix}") from error
+        raise UsageError(f"{label}: {message}. {hint}") from error
 
 
 def _dump(thing: Any, file: IO[bytes]) -> None:

@@ -131,13 +131,13 @@ def compute(run: Run, name: str, metric: Any) -> float:
     if not isinstance(value, torch.Tensor | int | float) or (
         isinstance(value, torch.Tensor) and value.numel() != 1
     ):
-        what = (
+        message = (
             f"has the shape {list(value.shape)}"
             if isinstance(value, torch.Tensor)
             else f"is {type(value).__name__}"
         )
         raise TrainingError(
-            f"self.log({name!r}): the metric's value {what}, not one number. "
+            f"self.log({name!r}): the metric's value {message}, not one number. "
             "Fix: log the parts of its compute()"
         )
     return float(value)

@@ -151,14 +151,14 @@ class StepTimer:
 def free(error: BaseException | None, device: torch.device | None) -> None:
     """Free a trial's memory: an error's frames keep tensors alive, and torch caches memory."""
     seen: set[int] = set()
-    left = [error]
-    while left:
-        one = left.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            traceback.clear_frames(one.__traceback__)
-            one.__traceback__ = None
-            left += [one.__cause__, one.__context__]
+    remaining = [error]
+    while remaining:
+        candidate = remaining.pop()
+        if candidate is not None and id(candidate) not in seen:
+            seen.add(id(candidate))
+            traceback.clear_frames(candidate.__traceback__)
+            candidate.__traceback__ = None
+            remaining += [candidate.__cause__, candidate.__context__]
     gc.collect()
     if device is not None and device.type != "cpu":
         torch.get_device_module(device).empty_cache()

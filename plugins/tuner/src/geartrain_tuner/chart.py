@@ -29,13 +29,13 @@ def chart(
     if not xs:
         return "nothing to draw"
     place = math.log10 if logarithmic else float
-    left, right, low = place(xs[0]), place(xs[-1]), min(ys)
+    remaining, right, low = place(xs[0]), place(xs[-1]), min(ys)
     before = max(ys[: ys.index(low) + 1]) - low
     # Cut off the top: a loss that diverges would flatten the rest of the curve.
     high = min(max(ys), low + 2 * before) if before else max(ys)
 
     def column(x: float) -> int:
-        return round((place(x) - left) / ((right - left) or 1) * (width - 1))
+        return round((place(x) - remaining) / ((right - remaining) or 1) * (width - 1))
 
     def line(y: float) -> int:
         return round((high - y) / ((high - low) or 1) * (height - 1))

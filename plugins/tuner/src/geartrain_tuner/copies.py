@@ -59,18 +59,18 @@ def _functions(model: Module) -> Iterator[tuple[str, FunctionType]]:
     """Yield (name, function) for functions in attributes and hooks of a module and submodules."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            for one in value.values() if isinstance(value, dict) else [value]:
-                if isinstance(one, FunctionType):
-                    yield f"{path}.{name}".lstrip("."), one
+            for item in value.values() if isinstance(value, dict) else [value]:
+                if isinstance(item, FunctionType):
+                    yield f"{path}.{name}".lstrip("."), item
 
 
 def _refers_to(function: FunctionType, model: Module) -> bool:
     """True if a variable of a function is the module, a submodule or a parameter."""
-    own = {id(thing) for thing in (*model.modules(), *model.parameters())}
+    kept = {id(thing) for thing in (*model.modules(), *model.parameters())}
     with suppress(ValueError):  # a variable that has no value yet
         outside = inspect.getclosurevars(function)
         return any(
-            id(value) in own for value in (*outside.nonlocals.values(), *outside.globals.values())
+            id(value) in kept for value in (*outside.nonlocals.values(), *outside.globals.values())
         )
     return False
 
@@ -78,7 +78,7 @@ def _refers_to(function: FunctionType, model: Module) -> bool:
 @contextmanager
 def same_randomness(*loaders: Any) -> Iterator[None]:
     """Restore the global generators of Python, NumPy and torch (all devices), and the loaders'."""
-    own = [
+    found = [
         (generator, generator.get_state()) for loader in loaders for generator in generators(loader)
     ]
     numpy = sys.modules.get("numpy")
@@ -90,7 +90,7 @@ def same_randomness(*loaders: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        for generator, state in own:
+        for generator, state in found:
             generator.set_state(state)
         random.setstate(states[0])
         if numpy is not None:

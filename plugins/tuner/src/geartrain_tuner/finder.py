@@ -41,14 +41,14 @@ def finder(trainer: Trainer, recorder: Any, steps: int, **options: Any) -> Train
         for part in trainer.setup.parts
         if part.info.kind in ("precision", "accelerator", "strategy")
     ]
-    own = LoadedPlugin(
+    recorder_part = LoadedPlugin(
         PluginInfo(type(recorder).__name__, "plugin", "geartrain", __version__, "geartrain tune"),
         recorder,
     )
     kept = [part for part in _plugins(trainer) if not watches(trainer, part)]
     made = object.__new__(type(trainer))
-    plan = replace(plan, plugins=tuple(part.info for part in (*kept, own)))
-    setup = trainer.setup.with_plugins(plan, (*chosen, *kept, own))
+    plan = replace(plan, plugins=tuple(part.info for part in (*kept, recorder_part)))
+    setup = trainer.setup.with_plugins(plan, (*chosen, *kept, recorder_part))
     hooks = Hooks(setup.parts)
     vars(made).update(vars(trainer), datamodule=None, _run=None, _setup=setup, hooks=hooks)
     return made

@@ -198,14 +198,14 @@ class LRSweep:
     def on_run_start(self, run: Run) -> None:
         bases = [_base(group) for group in _groups(run)]
         if not bases or not bases[0]:
-            what = "is 0" if bases else "does not exist: configure_optimizers gave no optimizer"
+            message = "is 0" if bases else "does not exist: configure_optimizers gave no optimizer"
             raise TrainingError(
-                f"the learning rate to vary {what}. "
+                f"the learning rate to vary {message}. "
                 "Fix: configure_optimizers with a learning rate above 0"
             )
         self._ratios = [base / bases[0] for base in bases]
-        for one in run.schedulers:
-            one.frequency = sys.maxsize  # never step this scheduler
+        for scheduler in run.schedulers:
+            scheduler.frequency = sys.maxsize  # never step this scheduler
 
     @hookimpl(wrapper=True)
     def backward(self, loss: torch.Tensor) -> Generator[None, Any, Any]:

@@ -111,9 +111,9 @@ class Tuner:
             if isinstance(train_dataloaders, list | tuple)
             else [train_dataloaders]
         )
-        own, data = copies(model, datamodule)
+        model_copy, data = copies(model, datamodule)
         with same_randomness(*loaders):
-            made.fit(own, train_dataloaders, datamodule=data, checkpoint=checkpoint)
+            made.fit(model_copy, train_dataloaders, datamodule=data, checkpoint=checkpoint)
         suggestion = sweep.found.suggestion()
         if update_attr and suggestion is not None:
             set_attribute(model, name, suggestion)
@@ -275,11 +275,11 @@ class _Trials:
                 device = getattr(made._run, "device", None)
                 # The run has the optimizers; free() collects all of them.
                 model = data = made = None  # type: ignore[assignment]
-        said = " ".join(str(failed).split()) or type(failed).__name__ if failed is not None else ""
+        text = " ".join(str(failed).split()) or type(failed).__name__ if failed is not None else ""
         free(failed, device)
         self.samples = timer.samples
         speed = None if failed is not None else timer.samples_per_second
-        self._tuner.trials.append(Trial(size, speed, said))
+        self._tuner.trials.append(Trial(size, speed, text))
         if self._tuner._trainer.plan.options.enable_progress_bar:
             print_line(
                 self._tuner._trainer,

@@ -112,14 +112,14 @@ class WandB:
         self._running = True
         if run.world.rank != 0 or run.plan.options.fast_dev_run:
             return
-        config, theirs = _config(run), session.existing()
-        self._borrowed, self._uploaded = theirs is not None, 0
-        if theirs is not None:
-            self._run = theirs
-            theirs.config.update(config, allow_val_change=True)  # type: ignore[no-untyped-call]
+        config, existing = _config(run), session.existing()
+        self._borrowed, self._uploaded = existing is not None, 0
+        if existing is not None:
+            self._run = existing
+            existing.config.update(config, allow_val_change=True)  # type: ignore[no-untyped-call]
             unused = f"; not used: {', '.join(sorted(self._given))}" if self._given else ""
             _warn(
-                f"wandb: the script's own run {theirs.name or theirs.id} is used, "
+                f"wandb: the script's own run {existing.name or existing.id} is used, "
                 f"and stays open{unused}"
             )
         else:
@@ -142,14 +142,14 @@ class WandB:
         if media.kind == "image":
             import PIL.Image
 
-            own = wandb.Image(PIL.Image.open(io.BytesIO(media.encoded()[1])))
+            converted = wandb.Image(PIL.Image.open(io.BytesIO(media.encoded()[1])))
         elif media.kind == "histogram":
-            own = wandb.Histogram(np_histogram=(value.counts, value.edges))
+            converted = wandb.Histogram(np_histogram=(value.counts, value.edges))
         elif media.kind == "table":
-            own = wandb.Table(columns=value.columns, data=value.rows)
+            converted = wandb.Table(columns=value.columns, data=value.rows)
         else:
-            own = wandb.Html(f"<pre>{html.escape(value)}</pre>", inject=False)
-        self._run.log({STEP: media.step, "epoch": run.epoch, media.name: own})
+            converted = wandb.Html(f"<pre>{html.escape(value)}</pre>", inject=False)
+        self._run.log({STEP: media.step, "epoch": run.epoch, media.name: converted})
 
     @property
     def experiment(self) -> wandb.Run:
@@ -158,8 +158,8 @@ class WandB:
         Raises:
             TrainingError: no run is under way.
         """
-        own: wandb.Run = experiment(self._run, self._running, session.LABEL)
-        return own
+        experiment_run: wandb.Run = experiment(self._run, self._running, session.LABEL)
+        return experiment_run
 
     @hookimpl
     def on_checkpoint_saved(self, run: Run, path: Path) -> None:

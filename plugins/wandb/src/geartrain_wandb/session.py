@@ -115,10 +115,10 @@ def begin(settings: Mapping[str, Any], **arguments: Any) -> wandb.Run:
             settings=module.Settings(**{**patience, **settings, "mode": "offline"}), **arguments
         )
         # The lines below the first are wandb's advice on its own timeouts.
-        folder, said = os.path.dirname(run.dir), str(error).partition("\n")[0]
+        folder, text = os.path.dirname(run.dir), str(error).partition("\n")[0]
         warnings.warn(
             "wandb: its server does not answer, and the run is kept on this machine. "
-            f"Send it later: wandb sync {folder} ({said})",
+            f"Send it later: wandb sync {folder} ({text})",
             stacklevel=2,
         )
     return run

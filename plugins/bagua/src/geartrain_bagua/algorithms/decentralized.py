@@ -108,12 +108,12 @@ def _check_even(number: int, hierarchical: bool, plan: Plan | None = None) -> No
     """Raise ``UsageError`` for an odd number of partners."""
     if number % 2 == 0:
         return
-    whose = "" if plan is None else f"{plan.strategy.label}: "
-    one, several, fix = ("process", "processes", "use an even number of processes")
+    owner = "" if plan is None else f"{plan.strategy.label}: "
+    one, several, hint = ("process", "processes", "use an even number of processes")
     if hierarchical:
-        one, several, fix = ("node", "nodes", "use hierarchical=False")
+        one, several, hint = ("node", "nodes", "use hierarchical=False")
     count = f"1 {one}" if number == 1 else f"{number} {several}"
     raise UsageError(
-        f"{whose}the algorithm 'decentralized' with peer_selection_mode='shift_one' needs an even "
-        f"number of {several}, not {count}. Fix: {fix}, or peer_selection_mode='all'"
+        f"{owner}the algorithm 'decentralized' with peer_selection_mode='shift_one' needs an even "
+        f"number of {several}, not {count}. Fix: {hint}, or peer_selection_mode='all'"
     )

@@ -67,7 +67,7 @@ class LowPrecisionDecentralized(OwnWeights):
             weights = [
                 bucket.take_weights(torch.empty_like(bucket.flat)) for bucket in context.buckets
             ]
-            self.replicas = [Replicas(one, one.clone(), one.clone()) for one in weights]
+            self.replicas = [Replicas(weight, weight.clone(), weight.clone()) for weight in weights]
         super().set_up(context)
 
     def end_step(self) -> None:
@@ -96,16 +96,20 @@ class LowPrecisionDecentralized(OwnWeights):
 
     def state_dict(self) -> dict[str, Any]:
         replicas = [
-            {"own": one.own.clone(), "left": one.left.clone(), "right": one.right.clone()}
-            for one in self.replicas
+            {
+                "own": replica.own.clone(),
+                "left": replica.left.clone(),
+                "right": replica.right.clone(),
+            }
+            for replica in self.replicas
         ]
         return {**super().state_dict(), "replicas": replicas}
 
     def restore(self, state: dict[str, Any]) -> None:
         if len(state["replicas"]) != len(self.replicas):
-            now, then = ("in the ring", "not") if self.replicas else ("not in the ring", "was")
+            current, then = ("in the ring", "not") if self.replicas else ("not in the ring", "was")
             raise UsageError(
-                f"this rank is {now} of nodes, and {then} when the checkpoint was saved. "
+                f"this rank is {current} of nodes, and {then} when the checkpoint was saved. "
                 f"{SAME_AS_THEN.format('nodes')}"
             )
         super().restore(state)

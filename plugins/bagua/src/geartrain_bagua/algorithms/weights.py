@@ -77,11 +77,11 @@ class OwnWeights(Algorithm):
             UsageError: the state has other buckets.
         """
         then = [len(weights) for weights in state["weights"]]
-        now = [len(bucket.flat) for bucket in self.context.buckets]
-        if then != now:
+        current = [len(bucket.flat) for bucket in self.context.buckets]
+        if then != current:
             raise UsageError(
                 f"the checkpoint has each rank's weights in {len(then)} buckets of {sum(then)} "
-                f"elements, but this run has {len(now)} buckets of {sum(now)} elements. "
+                f"elements, but this run has {len(current)} buckets of {sum(current)} elements. "
                 f"{SAME_AS_THEN.format('bucket_bytes and frozen parameters')}"
             )
         for bucket, weights in zip(self.context.buckets, state["weights"], strict=True):
@@ -97,8 +97,8 @@ class OwnWeights(Algorithm):
     def state_dict(self) -> dict[str, Any]:
         if self._buckets is None:
             return self._loaded or {"steps": 0, "ranks": 0}
-        own = [bucket.take_weights(torch.empty_like(bucket.flat)) for bucket in self._buckets]
-        return {"steps": self.steps, "ranks": self._ranks, "weights": own, **states(self._run)}
+        weights = [bucket.take_weights(torch.empty_like(bucket.flat)) for bucket in self._buckets]
+        return {"steps": self.steps, "ranks": self._ranks, "weights": weights, **states(self._run)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._loaded = state
