@@ -16,8 +16,9 @@ affects both equally.
     python benchmarks/gpu.py [--steps 500] [--rounds 11] [--what overhead,prefetch] [--megabytes 64]
 
 It needs geartrain, geartrain-cuda and their requirements (pluggy, importlib-metadata, packaging,
-nvidia-ml-py). If they are not installed, set ``PYTHONPATH=core/src:plugins/cuda/src``; the
-accelerator is then given as an object, without entry points.
+nvidia-ml-py). If they are not installed, set
+``PYTHONPATH=core/src:plugins/accelerators/cuda/src``; the accelerator is then given as an object,
+without entry points.
 """
 
 from __future__ import annotations

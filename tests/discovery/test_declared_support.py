@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TEMPLATES = ROOT / "plugins" / "testing" / "src" / "geartrain_testing" / "templates"
+TEMPLATES = ROOT / "plugins" / "tools" / "testing" / "src" / "geartrain_testing" / "templates"
 
 
 def test_the_oldest_torch_is_the_one_that_is_tested():
@@ -13,7 +13,7 @@ def test_the_oldest_torch_is_the_one_that_is_tested():
     )
     files = [
         ROOT / "core" / "pyproject.toml",
-        *ROOT.glob("plugins/*/pyproject.toml"),
+        *ROOT.glob("plugins/*/*/pyproject.toml"),
         *TEMPLATES.glob("*/pyproject.toml"),
     ]
     declared = {

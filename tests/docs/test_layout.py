@@ -11,7 +11,7 @@ from geartrain.errors.known import DISTRIBUTIONS
 ROOT = Path(__file__).parents[2]
 PROJECTS = {
     project["name"]: project
-    for path in [ROOT / "core" / "pyproject.toml", *ROOT.glob("plugins/*/pyproject.toml")]
+    for path in [ROOT / "core" / "pyproject.toml", *ROOT.glob("plugins/*/*/pyproject.toml")]
     for project in [tomllib.loads(path.read_text(encoding="utf-8"))["project"]]
 }
 #: The rows of README's table: distribution -> the other cells.
@@ -59,6 +59,9 @@ def test_the_requirements_install_every_distribution_once():
     ]
     folders = [
         "core",
-        *(f"plugins/{path.parent.name}" for path in ROOT.glob("plugins/*/pyproject.toml")),
+        *(
+            path.parent.relative_to(ROOT).as_posix()
+            for path in ROOT.glob("plugins/*/*/pyproject.toml")
+        ),
     ]
     assert sorted(lines) == sorted(folders)

@@ -58,7 +58,7 @@ def site(tmp_path_factory):
     (source / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: horovod\nVersion: 0.28.1\n")
     with tarfile.open(folder / "horovod-0.28.1.tar.gz", "w:gz") as archive:
         archive.add(source, source.name)
-    made = environment(folder / "venv", build(folder, [ROOT / "plugins" / "horovod"]))
+    made = environment(folder / "venv", build(folder, [ROOT / "plugins/strategies/horovod"]))
     made.folder, made.builds = folder, folder / "builds.jsonl"
     tools = folder / "tools"
     tools.mkdir()

@@ -20,9 +20,8 @@ def wheels(tmp_path_factory):
         for path in sorted(PACKAGES.glob("*/pyproject.toml"))
         if path.parent.name != "geartrain-wrong"
     ]
-    return build(
-        folder, [ROOT / "core", ROOT / "plugins" / "cli", ROOT / "plugins" / "parallel", *sources]
-    )
+    plugins = [ROOT / "plugins/tools/cli", ROOT / "plugins/strategies/parallel"]
+    return build(folder, [ROOT / "core", *plugins, *sources])
 
 
 @pytest.fixture(scope="session")

@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.build, pytest.mark.timeout(DEADLINE + 60)]
 def place(tmp_path_factory):
     """A folder with a written package of each kind, and an environment with their wheels."""
     folder = tmp_path_factory.mktemp("new")
-    wheels = build(tmp_path_factory.mktemp("core"), [ROOT / "core", ROOT / "plugins" / "cli"])
+    wheels = build(tmp_path_factory.mktemp("core"), [ROOT / "core", ROOT / "plugins/tools/cli"])
     writer = environment(tmp_path_factory.mktemp("writer"), wheels)
     for kind, name in NAMES.items():
         # With installed wheels, not the sources: the templates must be in the wheel.

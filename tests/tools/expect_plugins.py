@@ -13,8 +13,8 @@ def declared(folder: Path) -> list[str]:
     groups = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"].get(
         "entry-points", {}
     )
-    # Vocabularies and libraries cannot be selected.
-    others = ("geartrain.hints", "geartrain.metrics")
+    # Vocabularies, launchers and libraries cannot be selected.
+    others = ("geartrain.hints", "geartrain.launchers", "geartrain.metrics")
     return [
         name
         for group, names in groups.items()
@@ -32,18 +32,10 @@ def main() -> None:
     found = subprocess.run(
         [sys.executable, "-I", "-c", script], check=True, capture_output=True, text=True, timeout=60
     ).stdout.split()
-    folders = (
-        [path.name for path in (ROOT / "plugins").iterdir()]
-        if sys.argv[1:] == ["all"]
-        else sys.argv[1:]
-    )
-    wanted = sorted(
-        {
-            name
-            for folder in ("core", *(f"plugins/{name}" for name in folders))
-            for name in declared(ROOT / folder)
-        }
-    )
+    names = sys.argv[1:]
+    folders = [path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml")]
+    chosen = [folder for folder in folders if names == ["all"] or folder.name in names]
+    wanted = sorted({name for folder in (ROOT / "core", *chosen) for name in declared(folder)})
     if found != wanted:
         sys.exit(f"installed plugins are {found}, but this environment should have {wanted}")
     print("plugins:", *found)

@@ -138,7 +138,7 @@ def cycles(graph):
 
 def wrong_in_plugins():
     """Yield errors of the plugins' imports."""
-    for base in sorted(ROOT.glob("plugins/*/src")):
+    for base in sorted(ROOT.glob("plugins/*/*/src")):
         graph, declared = {}, (base.parent / "pyproject.toml").read_text(encoding="utf-8")
         for path in sources(base):
             module = module_of(path, base)

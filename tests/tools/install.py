@@ -24,7 +24,7 @@ CONSTRAINTS = ROOT / "constraints.txt"
 def requirements():
     """Return all third-party requirements of the distributions, the examples and the tests."""
     found = set()
-    for path in [ROOT / "core" / "pyproject.toml", *ROOT.glob("plugins/*/pyproject.toml")]:
+    for path in [ROOT / "core" / "pyproject.toml", *ROOT.glob("plugins/*/*/pyproject.toml")]:
         project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
         found.update(project["dependencies"], *project.get("optional-dependencies", {}).values())
     for path in (ROOT / "requirements.txt", ROOT / "tests" / "requirements.txt"):

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-SOURCES = [ROOT / "core/src/geartrain", *sorted(ROOT.glob("plugins/*/src/geartrain_*"))]
+SOURCES = [ROOT / "core/src/geartrain", *sorted(ROOT.glob("plugins/*/*/src/geartrain_*"))]
 #: The running test file, relative to the repository, and the file with the names of failed tests.
 TEST_FILE, FAILED_TESTS = "COVERAGE_TEST_FILE", "MUTATIONS_FAILED_TESTS"
 #: Seconds for pytest to end after a signal, and then for the processes that it has started.
@@ -66,7 +66,8 @@ class Mutation(NamedTuple):
 
 CORE = "core/src/geartrain"
 BAGUA, DDP, PARALLEL, SPAWN = (
-    f"plugins/{name}/src/geartrain_{name}" for name in ("bagua", "ddp", "parallel", "spawn")
+    f"plugins/strategies/{name}/src/geartrain_{name}"
+    for name in ("bagua", "ddp", "parallel", "spawn")
 )
 ROOMS = ("loop", "sharding", "metrics", "checkpoint", "launch", "ddp", "spawn", "bagua")
 MUTATIONS = [
@@ -209,7 +210,7 @@ MUTATIONS = [
     ),
     Mutation(
         "checkpoint",
-        "plugins/callbacks/src/geartrain_callbacks/model_checkpoint.py",
+        "plugins/callbacks/callbacks/src/geartrain_callbacks/model_checkpoint.py",
         "if 0 < self.save_top_k <= len(ranked)",
         "if 0 < self.save_top_k < len(ranked)",
         "save_top_k files and one more",

@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "tests" / "surface.json"
 CORE = ROOT / "core" / "src"
-PROJECTS = [ROOT / "core", *sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))]
+PROJECTS = [ROOT / "core", *sorted(path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml"))]
 VAGUE = re.compile("what|fix|why|mine|theirs|ours|own|its|one|odd|here|left|whose|said|now|rest")
 
 
@@ -92,7 +92,8 @@ def command_options():
 
 def exit_codes():
     """Return the numbers that the command line's functions return."""
-    tree = ast.parse((ROOT / "plugins/cli/src/geartrain_cli/command_line.py").read_text("utf-8"))
+    source = ROOT / "plugins/tools/cli/src/geartrain_cli/command_line.py"
+    tree = ast.parse(source.read_text("utf-8"))
     values = (n.value for n in ast.walk(tree) if isinstance(n, ast.Return) and n.value)
     constants = (
         n.value for value in values for n in ast.walk(value) if isinstance(n, ast.Constant)

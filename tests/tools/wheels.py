@@ -467,7 +467,7 @@ def main():
     folder = Path(sys.argv[1])
     wheels, sources = (
         folder / "wheels",
-        [ROOT / "core", *sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))],
+        [ROOT / "core", *sorted(path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml"))],
     )
     pip = (sys.executable, "-I", "-m", "pip", "wheel", "--no-deps", "--no-build-isolation")
     with ThreadPoolExecutor(2) as pool:
