@@ -15,12 +15,12 @@ from geartrain.hookspecs import hookimpl, hookspec
 from geartrain.launch import rerun_command as _rerun_command  # noqa: F401 (reads the start folder)
 
 if TYPE_CHECKING:
-    from geartrain.data.combined import CombinedLoader
     from geartrain.data.seeding import seed_everything
     from geartrain.loop.run import Run, World
     from geartrain.module.module import DataModule, Module
     from geartrain.plan import Layout, Plan, PlanRequest
     from geartrain.trainer import Trainer
+    from geartrain_callbacks import CombinedLoader
     from geartrain_cli import cli
     from geartrain_session import Session
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # Public name -> its module, and its name there if the public name is Lightning's.
 _LAZY = {
-    "CombinedLoader": "geartrain.data.combined",
+    "CombinedLoader": "geartrain_callbacks",
     "DataModule": "geartrain.module.module",
     "Fabric": "geartrain_session:Session",
     "Layout": "geartrain.plan",
@@ -83,7 +83,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'geartrain' has no attribute {name!r}{instead}")
     module, _, attribute = _LAZY[name].partition(":")
     if module.startswith("geartrain_"):
-        from geartrain.planning.lazy_exports import import_from
+        from geartrain.errors.distributions import import_from
 
         value = getattr(import_from(module, f"geartrain.{name}"), attribute or name)
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from geartrain.planning.lazy_exports import import_from
+from geartrain.errors.distributions import import_from
 
 
 def main(argv: Sequence[str] | None = None) -> int:

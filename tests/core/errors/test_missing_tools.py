@@ -55,7 +55,7 @@ def alone(monkeypatch):
         "geartrain.errors.hints",
     ):
         monkeypatch.setattr(f"{module}.entry_points", own)
-    for name in ("Session", "Fabric", "cli"):
+    for name in ("CombinedLoader", "Session", "Fabric", "cli"):
         monkeypatch.delitem(vars(gt), name, raising=False)
 
 
@@ -76,13 +76,20 @@ def test_a_name_of_a_tool(alone, module):
             getattr(importlib.import_module(module), name)
 
 
-@pytest.mark.parametrize("name", ["Session", "Fabric"])
-def test_a_session(alone, name):
-    with pytest.raises(
-        ImportError,
-        match=rf"^geartrain.{name} is not installed. Fix: pip install geartrain-session$",
-    ):
+@pytest.mark.parametrize(
+    ("name", "home"),
+    [("Session", "session"), ("Fabric", "session"), ("CombinedLoader", "callbacks")],
+)
+def test_a_class_of_another_distribution(alone, name, home):
+    message = f"^geartrain.{name} is not installed. Fix: pip install geartrain-{home}$"
+    with pytest.raises(ImportError, match=message):
         getattr(gt, name)
+
+
+def test_loaders_that_need_a_combined_loader(alone):
+    message = r"CombinedLoader, for a dict to train on, is not .* pip install geartrain-callbacks$"
+    with pytest.raises(gt.UsageError, match=message):
+        gt.Trainer(accelerator="cpu").fit(Net(), {"a": loader(), "b": loader()})
 
 
 def test_the_command_line(no_command_line, capsys):

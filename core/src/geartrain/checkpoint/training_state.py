@@ -25,8 +25,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-from geartrain.data.combined import single_loaders
-from geartrain.data.loaders import describe
+from geartrain.data.loaders import describe, single_loaders
 from geartrain.data.seeding import random_state, set_random_state
 from geartrain.data.sharding import generators, order_seeds, set_order_seeds
 from geartrain.errors import TrainingError, UsageError

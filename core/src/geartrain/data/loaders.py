@@ -214,6 +214,16 @@ def is_loader(item: Any) -> bool:
     return isinstance(item, Iterable) and not is_batch
 
 
+def single_loaders(loader: Any) -> list[Any]:
+    """Return the loaders in one that has ``each_loader``, as CombinedLoader; of others, itself."""
+    return loader.loaders if hasattr(loader, "each_loader") else [loader]
+
+
+def each_loader(loader: Any, function: Callable[[Any], Iterable[Any]]) -> Any:
+    """Apply a function that returns a loader to each of :func:`single_loaders`."""
+    return loader.each_loader(function) if hasattr(loader, "each_loader") else function(loader)
+
+
 def length(thing: Any) -> int | None:
     """Return the length of a loader or sampler, ``None`` if it has none."""
     try:

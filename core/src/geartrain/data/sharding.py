@@ -20,8 +20,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from geartrain.data.combined import single_loaders
-from geartrain.data.loaders import length
+from geartrain.data.loaders import length, single_loaders
 from geartrain.errors import UsageError
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from geartrain.data.combined import CombinedLoader
 from geartrain.data.loaders import is_loader
 from geartrain.errors import UsageError
+from geartrain.errors.distributions import import_from
 from geartrain.module.module import DataModule, Module, overridden
 
 #: stage -> the method that returns its loaders.
@@ -97,15 +97,9 @@ def read_loaders(given: Any, stage: str) -> list[Iterable[Any]]:
     Raises:
         UsageError: it holds no loaders; or it cannot be iterated.
     """
-    if isinstance(given, CombinedLoader):
-        if stage != "train" and given.mode != "sequential":
-            message = f"a CombinedLoader to {stage} has mode={given.mode!r}"
-            raise UsageError(f"{message}. Fix: use mode='sequential', or a list of loaders")
-        if stage == "train" and given.mode == "sequential":
-            message = "a CombinedLoader to train has mode='sequential'"
-            hint = "use a DataLoader of torch.utils.data.ConcatDataset, or another mode"
-            raise UsageError(f"{message}. Fix: {hint}")
-        return [given] if stage == "train" else given.loaders
+    if hasattr(given, "loaders_for"):  # a CombinedLoader, or an object like it
+        combined: list[Iterable[Any]] = given.loaders_for(stage)
+        return combined
     found = list(_leaves(given))
     loaders = [item for item in found if is_loader(item)]
     kind, is_list = type(given).__name__, isinstance(given, list | tuple)
@@ -121,14 +115,15 @@ def read_loaders(given: Any, stage: str) -> list[Iterable[Any]]:
             raise UsageError(f"{message} in place of loaders. Fix: give loaders alone in it")
     elif not is_list or not found or len(loaders) < len(found):
         return [given]
-    if any(isinstance(item, CombinedLoader) for item in found):
+    if any(hasattr(item, "loaders_for") for item in found):
         raise UsageError(f"a {kind} to {stage} holds a CombinedLoader. Fix: give it alone")
     if stage != "train" or not isinstance(given, Mapping | list | tuple):
         return loaders
     if is_list and len(given) == 1:
         message = f"a {kind} of one loader is given to train on"
         raise UsageError(f"{message}. Fix: give the loader itself, or a dict for batches in a dict")
-    return [CombinedLoader(given, "max_size_cycle")]
+    callbacks = import_from("geartrain_callbacks", f"CombinedLoader, for a {kind} to train on,")
+    return [callbacks.CombinedLoader(given, "max_size_cycle")]
 
 
 def _shown(thing: Any) -> str:

@@ -1,14 +1,18 @@
-"""Read the entry points of installed distributions, and skip distributions that are broken."""
+"""Installed distributions: their entry points, except of broken ones; imports of ours."""
 
 from __future__ import annotations
 
 import os
 import re
 import warnings
+from importlib import import_module
 from itertools import chain
 from multiprocessing import parent_process
+from types import ModuleType
 
 from importlib_metadata import EntryPoints, distributions
+
+from geartrain.errors import UsageError
 
 #: The folders that this process has warned about.
 _warned: set[str] = set()
@@ -53,3 +57,27 @@ def _warn(folder: str, error: Exception, fails_in_torch: bool) -> None:
 def canonical(distribution: str) -> str:
     """Return a distribution's name in pip's spelling."""
     return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+class MissingDistributionError(ImportError, UsageError):
+    """The user asks for something of a distribution of ours that is not installed."""
+
+
+def import_from(package: str, wanted: str) -> ModuleType:
+    """Import a package that another distribution of ours brings.
+
+    Args:
+        package: its name; the distribution has the same, with dashes.
+        wanted: the name that the user wrote, for the error.
+
+    Raises:
+        MissingDistributionError: it is not installed; the message ends in the ``pip install`` line.
+    """
+    try:
+        return import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+    distribution = package.replace("_", "-")
+    message = f"{wanted} is not installed. Fix: pip install {distribution}"
+    raise MissingDistributionError(message, name=distribution)

@@ -10,13 +10,14 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from geartrain.checkpoint.training_state import restore_random_state, set_random
-from geartrain.data.combined import CombinedLoader, each_loader, single_loaders
 from geartrain.data.loaders import (
     count_batches,
     describe,
+    each_loader,
     end_workers,
     length,
     loader_batch_size,
+    single_loaders,
 )
 from geartrain.data.sharding import (
     batches_in_turn,
@@ -84,8 +85,6 @@ def _sharded(run: Run, stage: str, loader: Iterable[Any]) -> Iterable[Any]:
 
 def _count(loader: Iterable[Any], limit: int | float | None, stage: str) -> int | None:
     """Return the batches of this rank; to predict, the limit is for all ranks together."""
-    if isinstance(loader, CombinedLoader):
-        loader.check_lengths()
     dealer = batches_in_turn(loader) if stage == "predict" else None
     if dealer is None:
         return 0 if has_no_own_samples(loader) else count_batches(loader, limit, stage)

@@ -16,6 +16,7 @@ from geartrain.builtin.clipping import GradientClipping
 from geartrain.builtin.defaults import Defaults
 from geartrain.builtin.run_folder import LastCheckpoint, RunFolder
 from geartrain.errors import UsageError
+from geartrain.errors.distributions import import_from
 from geartrain.errors.hints import write_instead
 from geartrain.errors.known import KNOWN
 from geartrain.files.paths import user_path
@@ -26,7 +27,6 @@ from geartrain.launch.cluster import ClusterEnvironment, detect, starts_rank_0
 from geartrain.module.module import overridden
 from geartrain.options import Options
 from geartrain.plan import Plan, check_joins, make_plan
-from geartrain.planning.lazy_exports import import_from
 from geartrain.planning.plugin_files import file_plugin, has_hookimpls, is_file
 from geartrain.planning.registry import Registry, make
 from geartrain.planning.selection import (

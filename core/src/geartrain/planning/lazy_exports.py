@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 from importlib_metadata import EntryPoint
 
-from geartrain.errors.distributions import canonical, entry_points
+from geartrain.errors.distributions import canonical, entry_points, import_from
 from geartrain.errors.hints import write_instead
 from geartrain.errors.known import KNOWN
 from geartrain.hooks.plugin_info import GROUPS
@@ -58,26 +56,6 @@ def resolve(kind: str, module: str, attribute: str, homes: dict[str, str]) -> An
         raise ImportError(f"{module} has no {attribute!r}{answer}", name=module)
     have = ", ".join(names(kind))
     raise AttributeError(f"{module} has no {attribute!r}. Installed: {have}")
-
-
-def import_from(package: str, wanted: str) -> ModuleType:
-    """Import a package that another distribution of ours brings.
-
-    Args:
-        package: its name; the distribution has the same, with dashes.
-        wanted: the name that the user wrote, for the error.
-
-    Raises:
-        ImportError: it is not installed; the message ends in the ``pip install`` line.
-    """
-    try:
-        return import_module(package)
-    except ModuleNotFoundError as error:
-        if error.name != package:
-            raise
-    distribution = package.replace("_", "-")
-    message = f"{wanted} is not installed. Fix: pip install {distribution}"
-    raise ImportError(message, name=distribution)
 
 
 def forward(module: str, package: str, attribute: str) -> Any:

@@ -16,14 +16,15 @@ from geartrain.checkpoint.training_state import (
     load_optimizer as load_optimizer,
     strategy_can as strategy_can,
 )
-from geartrain.data.combined import each_loader as each_loader, single_loaders as single_loaders
 from geartrain.data.loaders import (
     BatchSizer as BatchSizer,
     Through as Through,
     close_batches as close_batches,
     count_batches as count_batches,
+    is_loader as is_loader,
     length as length,
     loader_batch_size as loader_batch_size,
+    single_loaders as single_loaders,
 )
 from geartrain.data.seeding import drawing_from as drawing_from
 from geartrain.data.sharding import (

@@ -11,6 +11,7 @@ from typing import Any
 from geartrain_callbacks._version import __version__ as __version__
 from geartrain_callbacks.accumulation_scheduler import GradientAccumulationScheduler
 from geartrain_callbacks.callback import NOT_CALLED, Callback
+from geartrain_callbacks.combined import CombinedLoader
 from geartrain_callbacks.early_stopping import EarlyStopping
 from geartrain_callbacks.ema import EMA
 from geartrain_callbacks.finetuning import BackboneFinetuning, BaseFinetuning
@@ -33,6 +34,7 @@ __all__ = [
     "BaseFinetuning",
     "BasePredictionWriter",
     "Callback",
+    "CombinedLoader",
     "EarlyStopping",
     "GradientAccumulationScheduler",
     "LambdaCallback",

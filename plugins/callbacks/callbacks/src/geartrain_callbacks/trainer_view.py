@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from geartrain import CombinedLoader, Run, Trainer
+from geartrain import Run, Trainer
+from geartrain_callbacks.combined import CombinedLoader
 
 
 @dataclass(frozen=True, slots=True)

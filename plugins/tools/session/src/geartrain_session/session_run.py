@@ -12,13 +12,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from geartrain import CombinedLoader, Module, Run, UsageError, seed_everything
+from geartrain import Module, Run, UsageError, seed_everything
 from geartrain.plugin_api import (
     STEPS,
     Stage,
     check_name,
     count_batches,
-    each_loader,
     has_no_own_samples,
     needs_closure,
     scalar,
@@ -154,21 +153,18 @@ class SessionRun:
             )
         run = self._run_of(self.run, Models())
         run.stage = stage
-        if isinstance(loader, CombinedLoader) and loader.mode == "sequential":
+        each_loader = getattr(loader, "each_loader", None)  # of a CombinedLoader
+        if each_loader and getattr(loader, "mode", None) == "sequential":
             message = "setup_dataloaders: a CombinedLoader with mode='sequential'"
             raise UsageError(f"{message} is not iterated. Fix: set up each of its loaders")
         part = partial(_part_of_this_rank, run, stage)
-        shard_of_rank = each_loader(loader, part) if shard else loader
-        share_temporary_folder([shard_of_rank])
-        run.stages = {stage: Stage([shard_of_rank], [count_batches(shard_of_rank, None, stage)])}
-        self.run.stages[stage].loaders.append(
-            shard_of_rank
-        )  # the loader's workers end with the session
+        sharded = (each_loader(part) if each_loader else part(loader)) if shard else loader
+        share_temporary_folder([sharded])
+        run.stages = {stage: Stage([sharded], [count_batches(sharded, None, stage)])}
+        self.run.stages[stage].loaders.append(sharded)  # the loader's workers end with the session
         # A strategy that shards a loader talks to all ranks then; others may be set up on one rank.
-        counts = (
-            _unequal_counts(run, stage) if stage != "train" and shard_of_rank is not loader else []
-        )
-        return SessionLoader(self, run, shard_of_rank, move, counts)
+        counts = _unequal_counts(run, stage) if stage != "train" and sharded is not loader else []
+        return SessionLoader(self, run, sharded, move, counts)
 
     def _optimizer(self, model: SessionModel, optimizer: Optimizer) -> Any:
         run = self._run_of(model._run, model.module)

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from geartrain.data.loaders import close_batches, describe, is_loader, length
-from geartrain.data.seeding import drawing_from
-from geartrain.errors import TrainingError, UsageError, nearest
+from geartrain import TrainingError, UsageError
+from geartrain.plugin_api import close_batches, drawing_from, is_loader, length, nearest
 
 #: Modes of :class:`CombinedLoader`; Lightning has the same.
 MODES = ("min_size", "max_size", "max_size_cycle", "sequential")
@@ -70,11 +69,33 @@ class CombinedLoader:
         """The largest number of workers of a loader."""
         return max(getattr(loader, "num_workers", 0) for loader in self.loaders)
 
+    def loaders_for(self, stage: str) -> list[Any]:
+        """Return the loaders that a stage iterates: itself to train, to evaluate each in turn.
+
+        Raises:
+            UsageError: the mode is for the other.
+        """
+        if stage == "train" and self.mode == "sequential":
+            message = "a CombinedLoader to train has mode='sequential'"
+            hint = "use a DataLoader of torch.utils.data.ConcatDataset, or another mode"
+            raise UsageError(f"{message}. Fix: {hint}")
+        if stage != "train" and self.mode != "sequential":
+            message = f"a CombinedLoader to {stage} has mode={self.mode!r}"
+            raise UsageError(f"{message}. Fix: use mode='sequential', or a list of loaders")
+        return [self] if stage == "train" else self.loaders
+
+    def each_loader(self, function: Callable[[Any], Iterable[Any]]) -> CombinedLoader:
+        """Return a copy in which a function that returns a loader replaces each loader."""
+        return CombinedLoader(self.shaped(list(map(function, self.loaders))), self.mode)
+
     def shaped(self, items: list[Any]) -> Any:
         """Return one item for each loader in a dict or list."""
         return items if self._keys is None else dict(zip(self._keys, items, strict=True))
 
     def __len__(self) -> int:
+        for name, loader in self.named.items():
+            if length(loader) == 0:
+                raise empty(name, loader)
         lengths = [length(loader) for loader in self.loaders]
         known = [number for number in lengths if number is not None]
         if len(known) < len(lengths):
@@ -87,16 +108,6 @@ class CombinedLoader:
         if self.mode == "sequential":
             raise UsageError("a sequential CombinedLoader is not iterated: its loaders are")
         return _Batches(self)
-
-    def check_lengths(self) -> None:
-        """Refuse an empty loader.
-
-        Raises:
-            TrainingError: a loader is empty; it is named.
-        """
-        for name, loader in self.named.items():
-            if length(loader) == 0:
-                raise empty(name, loader)
 
 
 _FIX = "give a dict or list of DataLoaders"
@@ -131,7 +142,10 @@ def _holds_loaders(thing: Any) -> bool:
 def empty(name: str, loader: Any, when: str = "is empty") -> TrainingError:
     """Return the error for a loader of a CombinedLoader that gives no batch."""
     hint = "give it samples, or a smaller batch_size with drop_last"
-    return TrainingError(f"CombinedLoader: {name} {when}: {describe(loader)}. Fix: {hint}")
+    dataset = getattr(loader, "dataset", None)
+    of_dataset = "" if dataset is None else f" of {type(dataset).__name__}"
+    found = f"CombinedLoader: {name} {when}: {type(loader).__name__}{of_dataset}"
+    return TrainingError(f"{found}. Fix: {hint}")
 
 
 class _Batches:
@@ -193,17 +207,3 @@ class _Batches:
         """Close the loaders' iterators."""
         for iterator, loader in zip(self._iterators, self._loaders, strict=True):
             close_batches(iterator, loader)
-
-
-def single_loaders(loader: Any) -> list[Any]:
-    """Return the loaders in a CombinedLoader; of another loader, itself."""
-    return loader.loaders if isinstance(loader, CombinedLoader) else [loader]
-
-
-def each_loader(loader: Any, function: Callable[[Any], Iterable[Any]]) -> Any:
-    """Apply a function that returns a loader to each in a CombinedLoader, or to another loader."""
-    if not isinstance(loader, CombinedLoader):
-        return function(loader)
-    return CombinedLoader(
-        loader.shaped([function(single) for single in loader.loaders]), loader.mode
-    )
