@@ -47,7 +47,6 @@ CONTRACT = {
     "Layout",
     "Module",
     "DataModule",
-    "Media",
     "Trainer",
     "Hooks",
 }
@@ -160,7 +159,8 @@ def wrong_in_plugins():
                 ):
                     yield f"{where}: {source}.{name} is private to {package}"
                 elif (
-                    package not in ("geartrain", module.partition(".")[0])
+                    not typing
+                    and package not in ("geartrain", module.partition(".")[0])
                     and f'"{package.replace("_", "-")}>=' not in declared
                 ):
                     message = f"it imports {package}, which its pyproject.toml does not declare"

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
     from geartrain.loop.ranks import OneRank
     from geartrain.loop.run import Run, World
-    from geartrain.module.media import Media
     from geartrain.module.module import Module
     from geartrain.plan import Layout, Plan, PlanRequest
+    from geartrain_callbacks import Media
 
 hookspec = pluggy.HookspecMarker("geartrain")
 hookimpl = pluggy.HookimplMarker("geartrain")
@@ -375,7 +375,7 @@ def log_media(run: Run, media: Media) -> None:
     Fired: on rank 0, at once, by the module's ``log_image``, ``log_figure``, ``log_histogram``,
         ``log_text`` and ``log_table``.
     Arguments: ``media`` has ``kind``, ``name``, ``step`` and ``value``, see
-        ``geartrain.plugin_api.Media``; ``media.encoded()`` is the content of a file.
+        ``geartrain.callbacks.Media``; ``media.encoded()`` is the content of a file.
     """
 
 

@@ -24,6 +24,7 @@ from geartrain.data.loaders import loader_batch_size
 from geartrain.data.seeding import seed_everything
 from geartrain.data.sources import DataSource, read_loaders
 from geartrain.errors import GeartrainError, TrainingError, UsageError
+from geartrain.errors.distributions import import_from
 from geartrain.errors.hints import write_instead
 from geartrain.hooks.manager import Hooks
 from geartrain.hooks.spelling import warn_of_others
@@ -36,7 +37,6 @@ from geartrain.module.module import DataModule, Module, overridden
 from geartrain.options import refuse_unknown
 from geartrain.plan import Plan
 from geartrain.planning.components import Setup
-from geartrain.planning.lazy_exports import import_from
 from geartrain.planning.rank_properties import RankProperties
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from geartrain.errors import TrainingError, UsageError
 from geartrain.files.atomic import AppendedFile, remove_abandoned, replacing, write_text_file
 from geartrain.hookspecs import hookimpl
 from geartrain.loop.run import Run
-from geartrain.module.media import Media
 from geartrain.plan import Plan
 
 
@@ -105,23 +102,6 @@ class RunFolder:
         if self._metrics is not None:
             line = {"step": step, "epoch": run.epoch, "stage": run.stage, **_writable(metrics)}
             self._metrics.append(f"{json.dumps(line, allow_nan=False)}\n".encode())
-
-    @hookimpl
-    def log_media(self, media: Media) -> None:
-        suffix, data = media.encoded()
-        name, folder = re.sub(r"[^\w.-]+|^\.+", "_", media.name)[:80], self.path / "media"
-        # A resumed run logs again in the same step, and a loop several times.
-        files = (
-            folder / f"{name}-{media.step:08}{more}{suffix}"
-            for more in chain([""], (f"-{n}" for n in count(2)))
-        )
-        file = next(file for file in files if not file.exists())
-        with replacing(file) as written:
-            written.write(data)
-        facts = {"kind": media.kind, "name": media.name, "step": media.step}
-        index = AppendedFile(folder / "index.jsonl")
-        index.append(f"{json.dumps({**facts, 'file': f'media/{file.name}'})}\n".encode())
-        index.close()
 
     @hookimpl
     def on_run_end(self, run: Run) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from geartrain.errors import TrainingError
-from geartrain.module import media
+from geartrain.errors.distributions import import_from
 from geartrain.module.hparams import MadeWith
 from geartrain.module.nested import move
 
@@ -214,19 +214,19 @@ class Module(MadeWith, nn.Module):
             image: a tensor ``[H, W]``, ``[C, H, W]`` or ``[N, C, H, W]``, a NumPy array (channels
                 may be last) or a PIL image; floats from 0 to 1, integers from 0 to 255.
         """
-        media.log(self._run, "image", name, image)
+        self._log_media("image", name, image)
 
     def log_figure(self, name: str, figure: Any) -> None:
         """Log a matplotlib ``Figure`` as an image, and close it."""
-        media.log(self._run, "figure", name, figure)
+        self._log_media("figure", name, figure)
 
     def log_histogram(self, name: str, values: Any) -> None:
         """Log the distribution of a tensor of any shape, or of a list of numbers."""
-        media.log(self._run, "histogram", name, values)
+        self._log_media("histogram", name, values)
 
     def log_text(self, name: str, text: str) -> None:
         """Log a text."""
-        media.log(self._run, "text", name, text)
+        self._log_media("text", name, text)
 
     def log_table(self, name: str, data: Any, columns: Sequence[str] | None = None) -> None:
         """Log a table.
@@ -234,7 +234,11 @@ class Module(MadeWith, nn.Module):
         Args:
             data: rows, with ``columns``; or columns by name: a dict of lists, a pandas DataFrame.
         """
-        media.log(self._run, "table", name, data, columns)
+        self._log_media("table", name, data, columns)
+
+    def _log_media(self, kind: str, *arguments: Any) -> None:
+        callbacks = import_from("geartrain_callbacks", f"self.log_{kind}")
+        callbacks.media.log(self._run, kind, *arguments)
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
         """Gather tensors and numbers from every rank. Every rank must call this.

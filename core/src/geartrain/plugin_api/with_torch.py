@@ -70,18 +70,13 @@ from geartrain.loop.worker import (
     init_process_group as init_process_group,
 )
 from geartrain.metrics import reductions as reductions
+from geartrain.metrics.experiment import experiment as experiment
 from geartrain.metrics.local import LocalMetric as LocalMetric, MetricOptions as MetricOptions
 from geartrain.metrics.objects import libraries as libraries
 from geartrain.metrics.store import (
     MetricStore as MetricStore,
     check_name as check_name,
     scalar as scalar,
-)
-from geartrain.module.media import (
-    Histogram as Histogram,
-    Media as Media,
-    Table as Table,
-    experiment as experiment,
 )
 from geartrain.module.module import overridden as overridden
 from geartrain.module.nested import (

@@ -17,6 +17,7 @@ from geartrain_callbacks.ema import EMA
 from geartrain_callbacks.finetuning import BackboneFinetuning, BaseFinetuning
 from geartrain_callbacks.lambda_callback import LambdaCallback
 from geartrain_callbacks.lr_monitor import LearningRateMonitor
+from geartrain_callbacks.media import Histogram, Media, Table
 from geartrain_callbacks.model_checkpoint import ModelCheckpoint
 from geartrain_callbacks.model_summary import ModelSummary
 from geartrain_callbacks.nan_guard import NaNGuard
@@ -37,8 +38,10 @@ __all__ = [
     "CombinedLoader",
     "EarlyStopping",
     "GradientAccumulationScheduler",
+    "Histogram",
     "LambdaCallback",
     "LearningRateMonitor",
+    "Media",
     "ModelCheckpoint",
     "ModelSummary",
     "NaNGuard",
@@ -46,6 +49,7 @@ __all__ = [
     "PredictionWriter",
     "ProgressBar",
     "StochasticWeightAveraging",
+    "Table",
     "Throughput",
     "Timer",
 ]

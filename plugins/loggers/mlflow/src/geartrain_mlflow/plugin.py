@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
     from geartrain import Plan, Run
-    from geartrain.plugin_api import Media
+    from geartrain.callbacks import Media
 
 _LABEL = "geartrain-mlflow[mlflow]"
 #: Params per call. MLflow takes 100, but at most 1 MB: 20 of the longest have 0.7 MB when escaped.

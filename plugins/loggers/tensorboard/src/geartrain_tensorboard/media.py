@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from geartrain.plugin_api import Media, Table
+    from geartrain.callbacks import Media, Table
 
 
 def image(media: Media) -> Any:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
     from geartrain import Plan, Run
-    from geartrain.plugin_api import Media
+    from geartrain.callbacks import Media
 
 
 class TensorBoard:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import wandb
 
     from geartrain import Plan, Run
-    from geartrain.plugin_api import Media
+    from geartrain.callbacks import Media
 
 #: The axis of every chart. wandb's own step counts records, so training and validation metrics of
 #: the same optimizer step are both kept.

@@ -1,23 +1,27 @@
-"""Images, histograms, texts and tables: what ``self.log_image`` and the like give to loggers."""
+"""Images, histograms, texts and tables: what ``self.log_image`` and the like log."""
 
 from __future__ import annotations
 
 import ctypes
 import json
+import re
 import struct
 import sys
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from geartrain.errors import TrainingError
+from geartrain import TrainingError
+from geartrain.plugin_api import AppendedFile, replacing
 
 if TYPE_CHECKING:
-    from geartrain.loop.run import Run
+    from geartrain import Run
 
 #: Buckets of a histogram.
 _BUCKETS = 64
@@ -67,7 +71,7 @@ class Media:
 
 
 def log(run: Run | None, kind: str, name: str, *value: Any) -> None:
-    """Give an object of the user to the hook ``log_media``, on rank 0.
+    """Give an object of the user to the hook ``log_media`` and to the run's folder, on rank 0.
 
     Args:
         kind: the kind of Media, or ``"figure"``, which becomes an image.
@@ -83,16 +87,36 @@ def log(run: Run | None, kind: str, name: str, *value: Any) -> None:
         return
     if not isinstance(name, str) or not name.strip("/. "):
         raise TrainingError(f"log_{kind}({name!r}) needs a name. Fix: use a string")
-    if not run.hooks.implementers("log_media"):
+    if run.output is None and not run.hooks.implementers("log_media"):
         if not run.plan.options.fast_dev_run:
             hint = "give the run a folder (output=DIR), or choose a logger"
-            warnings.warn(f"log_{kind}({name!r}) goes nowhere. Fix: {hint}", stacklevel=3)
+            warnings.warn(f"log_{kind}({name!r}) goes nowhere. Fix: {hint}", stacklevel=4)
         return
     made = _MAKERS[kind](name, *value)
     if made is not None:
         step = run.step + (run.batch is not None and run.stage == "train")
-        kind = "image" if kind == "figure" else kind
-        run.hooks.log_media(run=run, media=Media(kind, name, step, made))
+        media = Media("image" if kind == "figure" else kind, name, step, made)
+        run.hooks.log_media(run=run, media=media)
+        if run.output is not None:
+            _write(media, run.output)
+
+
+def _write(media: Media, output: Path) -> None:
+    """Write a file in the folder ``media`` of the run's folder, and a line of its index."""
+    suffix, data = media.encoded()
+    name, folder = re.sub(r"[^\w.-]+|^\.+", "_", media.name)[:80], output / "media"
+    # A resumed run logs again in the same step, and a loop several times.
+    files = (
+        folder / f"{name}-{media.step:08}{more}{suffix}"
+        for more in chain([""], (f"-{n}" for n in count(2)))
+    )
+    file = next(file for file in files if not file.exists())
+    with replacing(file) as written:
+        written.write(data)
+    facts = {"kind": media.kind, "name": media.name, "step": media.step}
+    index = AppendedFile(folder / "index.jsonl")
+    index.append(f"{json.dumps({**facts, 'file': f'media/{file.name}'})}\n".encode())
+    index.close()
 
 
 # --- from the user's value to Media's -------------------------------------------------------------
@@ -150,7 +174,7 @@ def _to_uint8(name: str, pixels: torch.Tensor) -> torch.Tensor:
         warnings.warn(
             f"log_image({name!r}): {outside} of {pixels.numel()} values are not from 0 to "
             f"{highest}, and are shown as if they were. Fix: scale the image",
-            stacklevel=5,
+            stacklevel=6,
         )
     return (pixels.nan_to_num(0).clamp(0, highest) * (255 / highest)).round().to(torch.uint8)
 
@@ -210,7 +234,7 @@ def _histogram(name: str, value: Any) -> Histogram | None:
         message = (
             f"{lost} of {values.numel()} values are NaN or infinite" if lost else "has no values"
         )
-        warnings.warn(f"log_histogram({name!r}): {message}, and left out", stacklevel=4)
+        warnings.warn(f"log_histogram({name!r}): {message}, and left out", stacklevel=5)
     if not finite.numel():
         return None
     low, high = (float(end) for end in finite.aminmax())
@@ -256,7 +280,7 @@ def _table(name: str, data: Any, columns: Sequence[str] | None = None) -> Table:
         hint = "log_table(name, {'column': [values], ...}), or (name, rows, columns=[names])"
         message = "needs columns of equal length, each with a name"
         raise TrainingError(f"log_table({name!r}) {message}. Fix: {hint}")
-    return Table([str(one) for one in names], [[_cell(cell) for cell in row] for row in rows])
+    return Table([str(column) for column in names], [[_cell(cell) for cell in row] for row in rows])
 
 
 def _cell(cell: Any) -> Any:
@@ -287,32 +311,3 @@ def _png(pixels: torch.Tensor) -> bytes:
     head = struct.pack(">IIBBBBB", width, height, 8, {1: 0, 3: 2, 4: 6}[channels], 0, 0, 0)
     body = zlib.compress(ctypes.string_at(rows.data_ptr(), rows.numel()))
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
-
-
-class _NoExperiment:
-    """Every attribute of it can be called, with any arguments, and does nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # so that copy, pickle and the like do not take it for data
-            raise AttributeError(name)
-        return lambda *_, **__: self
-
-
-def experiment(own: Any, running: bool, label: str) -> Any:
-    """Return a logger's own object for its property ``experiment``.
-
-    Args:
-        own: ``None`` if the logger writes nothing, as on all ranks but 0.
-        running: True from the logger's ``on_run_start`` to the end of the run.
-        label: ``DISTRIBUTION[name]`` of the logger.
-
-    Returns:
-        ``own``; instead of ``None`` an object whose methods do nothing.
-
-    Raises:
-        TrainingError: no run is under way.
-    """
-    if own is None and not running:
-        message = f"{label}: its experiment exists only in a run"
-        raise TrainingError(f"{message}. Fix: use it from on_fit_start on, until on_fit_end")
-    return _NoExperiment() if own is None else own

@@ -14,7 +14,7 @@ from small_models import EvalNet, Net, fit, loader, trainer
 from torch import nn
 
 from geartrain import TrainingError, hookimpl
-from geartrain.plugin_api import Media
+from geartrain.callbacks import Media
 from geartrain.testing import ThreadRanks
 
 
