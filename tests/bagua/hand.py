@@ -79,7 +79,10 @@ class Hand:
         self.buckets = make_buckets(self.module.parameters(), size=bucket_bytes)
         self.channel = Channel()
         run = SimpleNamespace(
-            needs_closure=closure, module=self.module, optimizers=self.optimizers, schedulers=[]
+            loop=SimpleNamespace(needs_closure=closure),
+            module=self.module,
+            optimizers=self.optimizers,
+            schedulers=[],
         )
         self.context = Context(run, self.buckets, self.channel, everyone, nodes, leaders)
         self.rank, self.history, self.seen = everyone.rank, [], []

@@ -236,7 +236,10 @@ def test_a_run_that_failed_waits_for_no_rank(found):
 
 def alone():
     run = SimpleNamespace(
-        needs_closure=False, module=torch.nn.Linear(1, 1), optimizers=[], schedulers=[]
+        loop=SimpleNamespace(needs_closure=False),
+        module=torch.nn.Linear(1, 1),
+        optimizers=[],
+        schedulers=[],
     )
     return Context(run, [], None, Peers(None, 0, 1, (0,)))
 

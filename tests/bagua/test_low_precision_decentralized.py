@@ -102,7 +102,12 @@ def test_one_rank_alone_trains_as_without_a_strategy():
     algorithm = LowPrecisionDecentralized()
     algorithm.set_up(
         Context(
-            SimpleNamespace(needs_closure=False, module=module, optimizers=[], schedulers=[]),
+            SimpleNamespace(
+                loop=SimpleNamespace(needs_closure=False),
+                module=module,
+                optimizers=[],
+                schedulers=[],
+            ),
             make_buckets(module.parameters()),
             None,
             Peers(None, 0, 1, (0,)),
@@ -119,7 +124,12 @@ def test_one_rank_alone_trains_as_without_a_strategy():
 def test_optimizers_keep_their_groups_which_schedulers_and_wrappers_refer_to():
     module, one = reference.net(), Peers(None, 0, 1, (0,))
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    run = SimpleNamespace(needs_closure=False, module=module, optimizers=[optimizer], schedulers=[])
+    run = SimpleNamespace(
+        loop=SimpleNamespace(needs_closure=False),
+        module=module,
+        optimizers=[optimizer],
+        schedulers=[],
+    )
     context = Context(run, make_buckets(module.parameters()), None, one)
     saved, resumed = LowPrecisionDecentralized(), LowPrecisionDecentralized()
     saved.set_up(context)
@@ -134,7 +144,9 @@ def test_optimizers_keep_their_groups_which_schedulers_and_wrappers_refer_to():
 
 def test_a_state_of_other_nodes_is_refused():
     module, one = reference.net(), Peers(None, 0, 1, (0,))
-    run = SimpleNamespace(needs_closure=False, module=module, optimizers=[], schedulers=[])
+    run = SimpleNamespace(
+        loop=SimpleNamespace(needs_closure=False), module=module, optimizers=[], schedulers=[]
+    )
     buckets = make_buckets(module.parameters())
     saved, resumed = LowPrecisionDecentralized(), LowPrecisionDecentralized()
     saved.set_up(Context(run, buckets, None, one, node=one, leaders=one))

@@ -176,7 +176,7 @@ def dists(tmp_path, monkeypatch):
 
         monkeypatch.setattr(module, "entry_points", only_ours)
     monkeypatch.delenv("GEARTRAIN_BLOCK", raising=False)
-    monkeypatch.setattr(geartrain.planning.selection, "visible", dict)
+    monkeypatch.setattr(geartrain.planning.selection, "visible_devices", dict)
     # Ranks may be started as if pytest's command could be run again.
     monkeypatch.setattr(geartrain.planning.selection, "reason_not_rerunnable", lambda: None)
     before = set(sys.modules)

@@ -252,7 +252,7 @@ def test_slow_probe_is_named(dists, monkeypatch):
     registry = Registry()
     monkeypatch.setattr(hardware, "time", SimpleNamespace(perf_counter=clock.__next__))
     with pytest.warns(UserWarning, match=r"acme-chip\[npu\] took 5.0 s when it was probed\. Fix: "):
-        registry.probe(registry.find("accelerator", "npu"))
+        registry.check_usable(registry.find("accelerator", "npu"))
 
 
 def test_ctrl_c_while_asking_is_no_answer(dists):
@@ -361,7 +361,9 @@ SEEN = {"cuda": "2 NVIDIA GPUs", "mps": "an Apple GPU"}
 
 
 def test_auto_names_the_plugin_that_this_machine_lacks(dists, monkeypatch):
-    monkeypatch.setattr("geartrain.planning.selection.visible", lambda: {"cuda": SEEN["cuda"]})
+    monkeypatch.setattr(
+        "geartrain.planning.selection.visible_devices", lambda: {"cuda": SEEN["cuda"]}
+    )
     label, fix = "geartrain-cuda[cuda]", "Fix: pip install geartrain-cuda"
     expected = f"not installed, though this machine has {SEEN['cuda']}. {fix}"
     made = plan(devices=1)
@@ -376,7 +378,7 @@ def test_auto_names_the_plugin_that_this_machine_lacks(dists, monkeypatch):
 
 
 def test_gpu_with_one_of_two_installed(dists, monkeypatch):
-    monkeypatch.setattr("geartrain.planning.selection.visible", lambda: SEEN)
+    monkeypatch.setattr("geartrain.planning.selection.visible_devices", lambda: SEEN)
     dists.accelerator("mps", priority=20, unavailable="macOS 13.1 is too old")
     error = refused(
         "geartrain-mps[mps] is unavailable: macOS 13.1 is too old",

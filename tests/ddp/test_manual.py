@@ -156,7 +156,7 @@ class Alone:
     def teardown_process_group(self): ...
 
     @hookimpl
-    def make_ranks(self):
+    def make_coordinator(self):
         return SeveralRanks()
 
     @hookimpl

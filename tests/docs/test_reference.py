@@ -109,7 +109,7 @@ def test_hook_is_in_the_picture_or_called_on_demand(hook):
         "device_stats",
         "find_checkpoint",
         "log_media",
-        "make_ranks",
+        "make_coordinator",
     )
 
 

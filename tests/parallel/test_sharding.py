@@ -16,7 +16,7 @@ from torch.utils.data import (
 )
 
 import geartrain as gt
-from geartrain.data.sharding import has_no_own_samples, set_epoch
+from geartrain.data.sharding import is_empty_shard, set_epoch
 from geartrain.parallel import shard
 
 
@@ -71,16 +71,14 @@ def test_training_pads_to_equal_length_and_keeps_the_shuffling(shuffle):
 def test_a_rank_without_samples_repeats_another_ranks():
     loader = DataLoader(range(3))
     made = [shard(run_of(rank), loader, "test") for rank in range(4)]
-    assert [has_no_own_samples(one) for one in made] == [False, False, False, True]
+    assert [is_empty_shard(one) for one in made] == [False, False, False, True]
     assert [numbers([b.tolist() for b in one]) for one in made] == [[0], [1], [2], [0]]
     assert [numbers(b) for b in shards(loader, "train")] == [[0], [1], [2], [0]]
 
 
 def test_ranks_of_an_empty_loader_do_not_repeat_samples():
     """Such a loader is refused, as in one process."""
-    assert not any(
-        has_no_own_samples(shard(run_of(rank), DataLoader([]), "test")) for rank in range(4)
-    )
+    assert not any(is_empty_shard(shard(run_of(rank), DataLoader([]), "test")) for rank in range(4))
 
 
 def test_ranks_predict_whole_batches_in_turn():
@@ -209,7 +207,7 @@ def test_ranks_get_items_of_a_sampler_without_length_in_turn():
     for stage, expected in (("train", [[0, 2], [1, 3]]), ("validate", [[0, 2, 4], [1, 3]])):
         made = [shard(run_of(rank, 2), loader, stage) for rank in range(2)]
         assert [numbers(b.tolist() for b in one) for one in made] == expected
-        assert not any(map(has_no_own_samples, made))
+        assert not any(map(is_empty_shard, made))
 
 
 @pytest.mark.parametrize("batched", [False, True])

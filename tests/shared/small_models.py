@@ -239,7 +239,7 @@ class Pretend:
         return self.world
 
     @hookimpl
-    def make_ranks(self):
+    def make_coordinator(self):
         return SeveralRanks()
 
     @hookimpl

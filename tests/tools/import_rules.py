@@ -41,7 +41,7 @@ ROOMS = (
 CONTRACT = {
     "Run",
     "World",
-    "OneRank",
+    "RankCoordinator",
     "Plan",
     "PlanRequest",
     "Layout",

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from geartrain.loop.ranks import OneRank
+    from geartrain.loop.ranks import RankCoordinator
     from geartrain.loop.run import Run, World
     from geartrain.module.module import Module
     from geartrain.plan import Layout, Plan, PlanRequest
@@ -112,7 +112,7 @@ def setup_process_group(run: Run) -> World:
 
 
 @single
-def make_ranks(run: Run) -> OneRank:
+def make_coordinator(run: Run) -> RankCoordinator:
     """Return the object with which several ranks agree on batches, metrics and predictions.
 
     Fired: once in each process, after ``setup_process_group``, if the world has several ranks.

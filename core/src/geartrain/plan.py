@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 #: Single hooks whose defaults are right for one process only.
 _OF_SEVERAL_PROCESSES = (
-    *("launch", "setup_process_group", "make_ranks", "shard_dataloader", "wrap_model", "log_sync"),
-    *("all_gather", "broadcast", "barrier", "teardown_process_group"),
+    *("launch", "setup_process_group", "make_coordinator", "shard_dataloader", "wrap_model"),
+    *("log_sync", "all_gather", "broadcast", "barrier", "teardown_process_group"),
 )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from geartrain.checkpoint.checkpoints import (
-    Start,
+    InitialCheckpoint,
     best_checkpoints,
     find_checkpoint_file,
     newest_last,
@@ -59,7 +59,7 @@ class Trainer(RankProperties):
         max_epochs: epochs to train; -1: no end; default: 1000, or no end with ``max_steps``.
         min_epochs: epochs to train before ``should_stop`` (early stopping, ``max_time``) ends it.
         max_steps: optimizer steps to train; -1: no end.
-        min_steps: the same in optimizer steps; both are waited for.
+        min_steps: the same in optimizer steps; training ends after both.
         max_time: time to train: ``"DD:HH:MM:SS"``, seconds, a ``timedelta`` or ``{"hours": 2}``.
         limit_train_batches: batches an epoch: a number, or a fraction between 0.0 and 1.0.
         limit_val_batches: the same for each validation loader; 0 turns validation off.
@@ -370,7 +370,7 @@ class Trainer(RankProperties):
         if command == "fit" and self.plan.options.reload_dataloaders_every_n_epochs:
             source.check_reload()
         file = find_checkpoint_file(checkpoint, self.hooks, self.output, resumes)
-        start = Start(file, resumes, may_be_done=checkpoint == "auto")
+        start = InitialCheckpoint(file, resumes, may_be_done=checkpoint == "auto")
         self.datamodule = datamodule
         if datamodule is not None:
             datamodule.trainer = self

@@ -51,7 +51,7 @@ def test_decorator_sees_every_call_and_changes_nothing(is_frozen, more, result):
         return call
 
     hooks = hooks_of(strategy(owns(21)), *more)
-    hooks.decorate(decorate)
+    hooks.wrap_implementations(decorate)
     if is_frozen:
         hooks.freeze()
     assert gather(hooks) == result
@@ -61,7 +61,7 @@ def test_decorator_sees_every_call_and_changes_nothing(is_frozen, more, result):
 
 def test_decorated_owner_without_a_result_is_still_refused():
     hooks = hooks_of(strategy(owns(None)))
-    hooks.decorate(lambda function, *_: lambda *arguments: function(*arguments))
+    hooks.wrap_implementations(lambda function, *_: lambda *arguments: function(*arguments))
     with pytest.raises(TrainingError, match="'all_gather' returned None"):
         gather(hooks)
 
@@ -70,7 +70,7 @@ def test_frozen_hooks_refuse_a_decorator():
     hooks = hooks_of()
     hooks.freeze()
     with pytest.raises(UsageError, match="frozen"):
-        hooks.decorate(lambda function, *_: function)
+        hooks.wrap_implementations(lambda function, *_: function)
 
 
 def test_monitor_set_before_the_freeze_gets_every_call_after_it():

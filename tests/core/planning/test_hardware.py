@@ -49,12 +49,12 @@ def machine(monkeypatch, tmp_path):
 )
 def test_visible_hardware(machine, facts, seen):
     machine(**facts)
-    assert hardware.visible() == seen
+    assert hardware.visible_devices() == seen
 
 
 def test_looking_loads_neither_torch_nor_a_driver():
     code = (
-        "import sys, geartrain.planning.hardware as h; h.visible(); "
+        "import sys, geartrain.planning.hardware as h; h.visible_devices(); "
         "assert not {'torch', 'pynvml', 'ctypes'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -180,7 +180,7 @@ def test_blocked_name_is_listed_and_refused_and_never_imported(dists, monkeypatc
     assert (candidate.state, candidate.reason) == ("blocked", f"by {by}")
     refused("strategy", "gossip", "geartrain-gossip[gossip]", "blocked", by, block=block)
     registry = Registry(block)
-    assert registry.probe(found(registry, "gossip")) is None
+    assert registry.check_usable(found(registry, "gossip")) is None
     assert found(registry, "gossip").state == "blocked"
     assert module not in sys.modules
 
@@ -347,7 +347,7 @@ def test_keyboard_interrupt_while_importing_is_no_broken_plugin(dists):
 
 def probed(registry, name):
     candidate = found(registry, name)
-    return registry.probe(candidate), candidate.state, candidate.reason
+    return registry.check_usable(candidate), candidate.state, candidate.reason
 
 
 def test_probe_asks_an_accelerator_if_it_can_be_used_here(dists):

@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 
 from geartrain.checkpoint import files as checkpoint_file
 from geartrain.checkpoint.checkpoints import read
-from geartrain.data.loaders import Through, moves_nothing
+from geartrain.data.loaders import MappedBatches, moves_nothing
 from geartrain.hookspecs import hookimpl
 from geartrain.launch.cluster import check_processes
 from geartrain.launch.signals import raise_on_signals
 from geartrain.loop.fit import train_step
-from geartrain.loop.ranks import OneRank
+from geartrain.loop.ranks import RankCoordinator
 from geartrain.loop.run import Run, World
 from geartrain.plan import Layout, PlanRequest
 
@@ -54,8 +54,8 @@ class Defaults:
         return World()
 
     @hookimpl
-    def make_ranks(self) -> OneRank:
-        return OneRank()
+    def make_coordinator(self) -> RankCoordinator:
+        return RankCoordinator()
 
     @hookimpl
     def shard_dataloader(self, loader: Iterable[Any]) -> Iterable[Any]:
@@ -75,7 +75,8 @@ class Defaults:
 
     @hookimpl
     def device_batches(self, run: Run, loader: Iterable[Any]) -> Iterator[Any]:
-        return iter(loader) if moves_nothing(run) else Through(iter(loader), loader, run.to_device)
+        batches = iter(loader)
+        return batches if moves_nothing(run) else MappedBatches(batches, loader, run.to_device)
 
     # The function itself, not a method that calls it, which saves a call in every step.
     step = staticmethod(hookimpl(train_step))

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from geartrain.data.loaders import Through
+from geartrain.data.loaders import MappedBatches
 from geartrain.errors import UsageError
 from geartrain.hookspecs import hookimpl
 from geartrain.loop.optimizers import parameters_of
@@ -56,7 +56,7 @@ class TruePrecision:
     def device_batches(
         self, loader: Iterable[Any]
     ) -> Generator[None, Iterator[Any], Iterator[Any]]:
-        return Through((yield), loader, lambda batch: map_tensors(batch, self._cast))
+        return MappedBatches((yield), loader, lambda batch: map_tensors(batch, self._cast))
 
     @contextmanager
     def computing(self) -> Iterator[None]:

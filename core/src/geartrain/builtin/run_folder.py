@@ -35,9 +35,9 @@ class RunFolder:
     def __init__(self, path: Path, first: bool = True) -> None:
         if path.exists() and not path.is_dir():
             raise UsageError(f"output={str(path)!r} is not a folder.")
-        self.path, self._first = path, first
+        self.path, self._starts_run = path, first
         #: True after the first run of this object: later ones continue in its folder.
-        self._began = False
+        self._owns_folder = False
         self._metrics: AppendedFile | None = None
         self._started = 0.0
         self._last: dict[str, float] = {}
@@ -55,29 +55,29 @@ class RunFolder:
         Raises:
             UsageError: another run uses it, or has left its files and is not resumed.
         """
-        if not self._first:
+        if not self._starts_run:
             yield
             return
         with locked(self.path):
             self._refuse_other_run(resumes)  # under the lock, so that only one of two runs passes
-            began, before = self._began, _changed(self.path / "plan.json")
-            self._began = True
+            began, before = self._owns_folder, _changed(self.path / "plan.json")
+            self._owns_folder = True
             try:
                 yield
             except BaseException as error:
                 if _changed(self.path / "plan.json") != before:
                     self._correct_summary(error)
                 else:  # nothing started: the folder still belongs to the earlier run
-                    self._began = began
+                    self._owns_folder = began
                 raise
 
     @hookimpl
     def check_plan(self, plan: Plan) -> None:
-        if self._first:
+        if self._starts_run:
             self._refuse_other_run(plan.resumes)
 
     def _refuse_other_run(self, resumes: bool) -> None:
-        if not self._began and not resumes and (self.path / "plan.json").exists():
+        if not self._owns_folder and not resumes and (self.path / "plan.json").exists():
             raise UsageError(
                 f"output={str(self.path)!r} already contains a run, which geartrain does not "
                 "overwrite. Fix: use another folder; or remove this one; or resume its run with "

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from geartrain._version import __version__
 from geartrain.checkpoint import files as checkpoint_file
-from geartrain.checkpoint.training_state import load_training_state, refuse, training_state
+from geartrain.checkpoint.training_state import check_resumable, load_training_state, training_state
 from geartrain.errors import TrainingError, UsageError
 from geartrain.files.atomic import make_folder, reason
 from geartrain.files.paths import user_path
@@ -92,7 +92,7 @@ def read(run: Run, path: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class InitialCheckpoint:
     """The start of a run."""
 
     #: A checkpoint, or ``None``.
@@ -103,7 +103,7 @@ class Start:
     may_be_done: bool = False
 
 
-def load(run: Run, start: Start) -> None:
+def load(run: Run, start: InitialCheckpoint) -> None:
     """Load a checkpoint's weights and, if the run resumes, all the rest of it.
 
     ``run.loop.memory_checkpoint`` is used before any file.
@@ -114,7 +114,7 @@ def load(run: Run, start: Start) -> None:
     """
     state: Any = run.loop.memory_checkpoint
     if state is not None:
-        start = Start(Path("the last commit"), resumes=True, may_be_done=True)
+        start = InitialCheckpoint(Path("the checkpoint in memory"), resumes=True, may_be_done=True)
     path = start.path
     if path is None:
         return
@@ -123,7 +123,7 @@ def load(run: Run, start: Start) -> None:
     if not isinstance(state, dict) or "model" not in state:
         raise TrainingError(f"{path} is not a checkpoint of geartrain: it has no 'model'.")
     if start.resumes:
-        refuse(run, state, path, start.may_be_done)
+        check_resumable(run, state, path, start.may_be_done)
     weights, trained = state["model"], state.get("trained")
     if start.resumes and isinstance(trained, dict) and trained.keys() == weights.keys():
         weights = trained  # the others are an average: geartrain-callbacks' ema

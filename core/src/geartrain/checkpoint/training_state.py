@@ -85,7 +85,7 @@ def training_state(run: Run, epochs: int) -> dict[str, Any]:
         "schedulers": [{**_named(s.scheduler), "progress": s.progress()} for s in run.schedulers],
         "parts": shared,
         "seeds": {name: list(map(order_seeds, s.loaders)) for name, s in run.stages.items()},
-        "ranks": run.ranks.gather_states(run, rank_state),
+        "ranks": run.coordinator.gather_states(run, rank_state),
     }
 
 
@@ -216,7 +216,7 @@ def restore_random_state(run: Run) -> None:
     run.loop.epoch_start = random_now(run)
 
 
-def refuse(run: Run, state: dict[str, Any], path: Path, may_be_done: bool) -> None:
+def check_resumable(run: Run, state: dict[str, Any], path: Path, may_be_done: bool) -> None:
     """Refuse a checkpoint from which this ``fit`` cannot resume, on every rank, before loading it.
 
     Raises:
@@ -255,11 +255,11 @@ def refuse(run: Run, state: dict[str, Any], path: Path, may_be_done: bool) -> No
             f"{path} was saved after {fit['batch_idx']} batches of an epoch, which now has "
             f"{total}. Fix: use the same data and batch size"
         )
-    _refuse_others("optimizer", fit["optimizers"], list(run.optimizers), path)
-    _refuse_others("scheduler", fit["schedulers"], [s.scheduler for s in run.schedulers], path)
+    _check_same_classes("optimizer", fit["optimizers"], list(run.optimizers), path)
+    _check_same_classes("scheduler", fit["schedulers"], [s.scheduler for s in run.schedulers], path)
 
 
-def _refuse_others(what: str, saved: list[dict[str, Any]], now: list[Any], path: Path) -> None:
+def _check_same_classes(what: str, saved: list[dict[str, Any]], now: list[Any], path: Path) -> None:
     saved_classes, classes = [one["class"] for one in saved], [type(one).__name__ for one in now]
     if saved_classes != classes:
         raise TrainingError(
@@ -299,7 +299,7 @@ def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
     _load_parts(run, fit, rank_state["parts"], path)
     if others:
         hint = "start from its weights with checkpoint= (on the command line --checkpoint)"
-        message = f"{path} has {', '.join(others)}: the checkpoint's settings stand"
+        message = f"{path} has {', '.join(others)}. The checkpoint's settings are used"
         warnings.warn(f"{message}. Fix if unmeant: {hint}", stacklevel=2)
     _warn_of_replay(run, batch_idx)
 
@@ -358,7 +358,8 @@ def _other_settings(run: Run, fit: dict[str, Any]) -> list[str]:
             pairs.append((f"{kind.__name__}'s {name}", saved_state[name], attributes[name]))
     compared = [(n, a, b) for n, a, b in pairs if {type(a), type(b)} <= _COMPARED]
     # A dict: several groups may have the same difference.
-    return list(dict.fromkeys(f"{name} {a} and not {b}" for name, a, b in compared if a != b))
+    texts = (f"{name} {a} in the file and {b} now" for name, a, b in compared if a != b)
+    return list(dict.fromkeys(texts))
 
 
 def _refuse_other_parameters(
@@ -370,8 +371,8 @@ def _refuse_other_parameters(
     pairs = enumerate(zip_longest(saved, now, fillvalue="none"))
     index, was, present = next((i, a, b) for i, (a, b) in pairs if a != b)
     raise TrainingError(
-        f"{path}: parameter {index} of {type(optimizer).__name__} was {was or 'unnamed'}, and "
-        f"now is {present or 'unnamed'}. Fix: use the same parameters in the same order, "
+        f"{path}: parameter {index} of {type(optimizer).__name__} was {was or 'unnamed'}, "
+        f"and is {present or 'unnamed'} now. Fix: use the same parameters in the same order, "
         "or start from the weights alone with checkpoint="
     )
 

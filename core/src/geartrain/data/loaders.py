@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-class Through:
+class MappedBatches:
     """Batches to which a function is applied, for a wrapper of the hook ``device_batches``.
 
     Args:
@@ -34,7 +34,7 @@ class Through:
     ) -> None:
         self._batches, self._loader, self._function = batches, loader, function
 
-    def __iter__(self) -> Through:
+    def __iter__(self) -> MappedBatches:
         return self
 
     def __next__(self) -> Any:

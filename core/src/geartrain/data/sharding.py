@@ -53,7 +53,7 @@ class Shard(Sampler[Any]):
         return total is not None and 0 < total <= self.rank
 
 
-def has_no_own_samples(loader: Any) -> bool:
+def is_empty_shard(loader: Any) -> bool:
     """True if this rank's part of an evaluation loader is empty, so it repeats another's sample."""
     shards = [sampler for sampler in samplers(loader) if isinstance(sampler, Shard)]
     return any(not shard.even and shard.empty for shard in shards)
@@ -62,8 +62,8 @@ def has_no_own_samples(loader: Any) -> bool:
 def batches_in_turn(loader: Any) -> Shard | None:
     """Return the Shard that gives ranks whole evaluation batches in turn; ``None`` without one."""
     batches = getattr(loader, "batch_sampler", None)
-    dealer = getattr(loader, "sampler", None) if batches is None else batches
-    return dealer if isinstance(dealer, Shard) and not dealer.even else None
+    batch_shard = getattr(loader, "sampler", None) if batches is None else batches
+    return batch_shard if isinstance(batch_shard, Shard) and not batch_shard.even else None
 
 
 def set_epoch(loader: Any, epoch: int) -> None:

@@ -100,7 +100,7 @@ class Hooks:
         launch = staticmethod(hookspecs.launch)
         setup_device = staticmethod(hookspecs.setup_device)
         setup_process_group = staticmethod(hookspecs.setup_process_group)
-        make_ranks = staticmethod(hookspecs.make_ranks)
+        make_coordinator = staticmethod(hookspecs.make_coordinator)
         shard_dataloader = staticmethod(hookspecs.shard_dataloader)
         wrap_model = staticmethod(hookspecs.wrap_model)
         wrap_optimizer = staticmethod(hookspecs.wrap_optimizer)
@@ -181,7 +181,7 @@ class Hooks:
                 "wrapper"
             )
 
-    def decorate(
+    def wrap_implementations(
         self, decorator: Callable[[Callable[..., Any], HookImpl, str, str], Callable[..., Any]]
     ) -> None:
         """Replace the function of every hookimpl, for a plugin that measures them.
@@ -319,7 +319,7 @@ class Hooks:
                 setattr(self, name, _frozen(caller, self.is_single(name)))
         self._frozen = True
 
-    def surround(self, hook: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+    def replace_caller(self, hook: str, answer: Callable[..., Any]) -> Callable[..., Any]:
         """Let ``answer`` answer a frozen hook of this run; return the caller that it replaces."""
         caller: Callable[..., Any] = getattr(self, hook)
         setattr(self, hook, answer)

@@ -59,21 +59,21 @@ class LoadedPlugin:
     #: The options of its ``__init__`` that the user gave.
     options: Mapping[str, Any] = field(default_factory=dict)
     #: Makes the object again, from its name or its file; ``None`` for a user's object.
-    make_again: Callable[[], Any] | None = None
+    recreate: Callable[[], Any] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self.make_again is None:
+        if self.recreate is None:
             return LoadedPlugin, (self.info, self.plugin, self.options)
-        return _made_again, (self.info, self.options, self.make_again, state_of(self.plugin))
+        return _recreated, (self.info, self.options, self.recreate, state_of(self.plugin))
 
 
-def _made_again(
-    info: PluginInfo, options: Mapping[str, Any], make_again: Callable[[], Any], state: Any
+def _recreated(
+    info: PluginInfo, options: Mapping[str, Any], recreate: Callable[[], Any], state: Any
 ) -> LoadedPlugin:
-    plugin = make_again()
+    plugin = recreate()
     if state is not None:
         plugin.load_state_dict(state)
-    return LoadedPlugin(info, plugin, options, make_again)
+    return LoadedPlugin(info, plugin, options, recreate)
 
 
 def state_of(plugin: Any) -> Any:

@@ -65,7 +65,7 @@ def refuse_misspelt(
 ) -> None:
     """Refuse an attribute whose name is almost one that geartrain reads: it would be ignored.
 
-    A method is no misspelling if the class calls it, or also has the method that it resembles.
+    A method that the class calls is not a misspelling. Nor is one beside the method it resembles.
 
     Args:
         thing: an object, a class, or the module of a plugin file.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,17 +37,15 @@ def evaluate(run: Run, stage: str) -> Any:
             without_gradients(),
             run.logs.scope(keep=stage != "sanity_check"),
         ):
-            run.ranks.broadcast_buffers(run)
+            run.coordinator.broadcast_buffers(run)
             hooks.on_validation_start(run=run)
             hooks.on_validation_epoch_start(run=run)
             loaders = run.current_stage.loaders
             outputs = [_one_loader(run, index) for index in range(len(loaders))]
             returns = stage == "predict" and run.trainer.return_predictions is not False
             if returns:
-                pairs = zip(outputs, loaders, strict=True)
-                outputs = [
-                    run.ranks.outputs(run, rank_outputs, loader) for rank_outputs, loader in pairs
-                ]
+                collect = partial(run.coordinator.outputs, run)
+                outputs = list(map(collect, outputs, loaders))
             collected = outputs[0] if len(outputs) == 1 else outputs
             if epoch_end is not None or hooks.implementers("on_validation_epoch_end"):
                 run.logs.refresh_epoch()
@@ -73,7 +72,7 @@ def _one_loader(run: Run, index: int) -> list[Any]:
     outputs: list[Any] = []
     batch_idx, name = -1, "validate" if run.stage == "sanity_check" else run.stage
     batches = hooks.device_batches(run=run, loader=loader, stage=name)
-    turns = run.ranks.batches(run, batches, limit)
+    turns = run.coordinator.batches(run, batches, limit)
     try:
         for batch_idx, batch in enumerate(turns):
             run.batch = batch

@@ -209,7 +209,7 @@ def train_epoch(run: Run) -> None:
     run.logs.end_epoch()
     step_plateaus(run, "epoch")
     with torch.no_grad():
-        run.ranks.broadcast_buffers(run)
+        run.coordinator.broadcast_buffers(run)
     run.loop.batches_seen += run.batch_idx
     hooks.on_epoch_end(run=run)
 
@@ -220,7 +220,7 @@ def _train_batches(run: Run) -> None:
     loader, limit = stage.loaders[0], stage.batches[0]
     every, size = _validation_interval(run), run.plan.options.accumulate_grad_batches
     device_batches = hooks.device_batches(run=run, loader=loader, stage="train")
-    batches = run.ranks.batches(run, device_batches, limit)
+    batches = run.coordinator.batches(run, device_batches, limit)
     try:
         if (
             run.loop.resumed is not None and run.loop.resumed.batch_idx

@@ -88,11 +88,11 @@ def _unit(run: Run, weight: float | torch.Tensor | None) -> float:
         if weight is None:
             return 1.0
         raise TrainingError(
-            f"{run.plan.strategy.label} does not support 'weight' in the result of "
-            "training_step: it does not average the gradients of all ranks in each "
-            "step. Fix: return the mean loss without 'weight', or use --strategy ddp"
+            f"{run.plan.strategy.label} does not support 'weight' in the result of training_step: "
+            "it does not average the gradients of all ranks in each step. "
+            "Fix: return the mean loss without 'weight', or use --strategy ddp"
         )
-    mean = float(run.ranks.total_weight(run, weight) or 0.0) / run.world.size
+    mean = float(run.coordinator.total_weight(run, weight) or 0.0) / run.world.size
     return 2.0 ** math.floor(math.log2(mean)) if mean > 0 else 1.0
 
 
@@ -106,7 +106,7 @@ def divide_by_weights(run: Run, loss: torch.Tensor, size: int) -> torch.Tensor:
     Returns:
         This rank's share of the loss: its mean over ranks is the loss of all that ranks counted.
     """
-    total = run.ranks.total_weight(run, run.loop.weight)
+    total = run.coordinator.total_weight(run, run.loop.weight)
     unit = run.loop.weight_unit * run.world.size * size  # the strategy takes the mean over ranks
     factor: Any = unit / total if isinstance(total, torch.Tensor) or total else 0.0
     if isinstance(factor, torch.Tensor):  # the CPU does not wait for it

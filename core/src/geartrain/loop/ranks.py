@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from geartrain.metrics.local import LocalMetric, MetricOptions
 
 
-class OneRank:
+class RankCoordinator:
     """The only rank. With several, ``geartrain.parallel.SeveralRanks`` replaces it.
 
     Every rank must call each method in the same place.

@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from geartrain.loop.ranks import OneRank
+from geartrain.loop.ranks import RankCoordinator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -155,7 +155,7 @@ class Run:
     device: torch.device = field(init=False)
     world: World = field(default_factory=World)
     #: The common work of the ranks, besides the collectives among the hooks.
-    ranks: OneRank = field(default_factory=OneRank)
+    coordinator: RankCoordinator = field(default_factory=RankCoordinator)
     #: Optimizer steps done; in manual optimisation, batches.
     step: int = 0
     #: Epochs done; while one runs, its number from 0.
@@ -198,7 +198,7 @@ class Run:
         Run.__init__(self, hooks=hooks, **state)
         trainer._run = self
 
-    def again(self) -> None:
+    def reset(self) -> None:
         """Reset this run, so that ``launch`` can call its worker again, with other ranks.
 
         The module keeps its weights; ``fit`` resumes from ``memory_checkpoint``.

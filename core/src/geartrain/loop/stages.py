@@ -21,8 +21,8 @@ from geartrain.data.loaders import (
 )
 from geartrain.data.sharding import (
     batches_in_turn,
-    has_no_own_samples,
     in_fixed_order,
+    is_empty_shard,
     order_seeds,
     set_order_seeds,
 )
@@ -49,7 +49,7 @@ def set_up_loaders(run: Run, stages: Sequence[str] | None = None) -> None:
     for stage in stages or _STAGES[run.command]:
         limit = run.plan.options.limit(stage)
         loaders = [] if limit == 0 else source.loaders(stage, run.module)
-        run.ranks.check_loaders(run, stage, len(loaders))
+        run.coordinator.check_loaders(run, stage, len(loaders))
         is_optional = stage == "validate" and run.command == "fit"
         validates = callable(getattr(run.module, "validation_step", None))
         if is_optional and loaders and not validates:
@@ -72,7 +72,8 @@ def set_up_loaders(run: Run, stages: Sequence[str] | None = None) -> None:
         loaders = [each_loader(loader, partial(_sharded, run, stage)) for loader in loaders]
         share_temporary_folder(loaders)
         counts = [_count(loader, limit, stage) for loader in loaders]
-        run.stages[stage] = run.ranks.count_batches(run, stage, Stage(loaders, counts, counts))
+        counted = Stage(loaders, counts, counts)
+        run.stages[stage] = run.coordinator.count_batches(run, stage, counted)
     size = loader_batch_size(run.stages["train"].loaders[0]) if run.command == "fit" else None
     if size is not None:  # of the loader on this rank, which may be another than the user's
         run.plan = run.trainer.plan = replace(run.plan, loader_batch_size=size)
@@ -85,11 +86,11 @@ def _sharded(run: Run, stage: str, loader: Iterable[Any]) -> Iterable[Any]:
 
 def _count(loader: Iterable[Any], limit: int | float | None, stage: str) -> int | None:
     """Return the batches of this rank; to predict, the limit is for all ranks together."""
-    dealer = batches_in_turn(loader) if stage == "predict" else None
-    if dealer is None:
-        return 0 if has_no_own_samples(loader) else count_batches(loader, limit, stage)
-    total = count_batches(loader, limit, stage, length(dealer.sampler))
-    return None if total is None else len(range(dealer.rank, total, dealer.size))
+    batch_shard = batches_in_turn(loader) if stage == "predict" else None
+    if batch_shard is None:
+        return 0 if is_empty_shard(loader) else count_batches(loader, limit, stage)
+    total = count_batches(loader, limit, stage, length(batch_shard.sampler))
+    return None if total is None else len(range(batch_shard.rank, total, batch_shard.size))
 
 
 def end_all_workers(run: Run) -> None:

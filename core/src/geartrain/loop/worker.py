@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from geartrain.checkpoint.checkpoints import Start, load
+from geartrain.checkpoint.checkpoints import InitialCheckpoint, load
 from geartrain.data.seeding import determinism, seed_everything
 from geartrain.data.sources import DataSource
 from geartrain.errors import TrainingError, UsageError
@@ -30,7 +30,7 @@ from geartrain.metrics.store import MetricStore
 from geartrain.module.module import DataModule, Module
 
 
-def work(run: Run, source: DataSource, start: Start, local_rank: int) -> Any:
+def work(run: Run, source: DataSource, start: InitialCheckpoint, local_rank: int) -> Any:
     """Set up this process, run the command and tear down, also after an error.
 
     Args:
@@ -54,7 +54,7 @@ def work(run: Run, source: DataSource, start: Start, local_rank: int) -> Any:
         _attach(run, source)
         file = start.path if run.loop.memory_checkpoint is None else None
         # Only the name: nodes may keep their copies in different folders.
-        run.ranks.check(run, None if file is None else file.name)
+        run.coordinator.check(run, None if file is None else file.name)
         run.loop.source = source
         set_up_loaders(run)
         _set_up_model(run, start)
@@ -77,7 +77,7 @@ def work(run: Run, source: DataSource, start: Start, local_rank: int) -> Any:
 
 
 def init_process_group(run: Run) -> None:
-    """Let this process join the others: set ``run.world`` and ``run.ranks``.
+    """Let this process join the others: set ``run.world`` and ``run.coordinator``.
 
     Raises:
         TrainingError: the world has not the planned size.
@@ -99,7 +99,7 @@ def init_process_group(run: Run) -> None:
             "devices=1"
         )
     if run.world.size > 1:
-        run.ranks = run.hooks.make_ranks(run=run)
+        run.coordinator = run.hooks.make_coordinator(run=run)
 
 
 def _attach(run: Run, source: DataSource) -> None:
@@ -119,10 +119,10 @@ def _attach(run: Run, source: DataSource) -> None:
     warn_of_unknown(run.module)
 
 
-def _set_up_model(run: Run, start: Start) -> None:
-    asleep = sum(not part.training for part in run.module.modules())
-    if run.command == "fit" and asleep:
-        message = f"{asleep} submodules are in eval mode and stay so in training"
+def _set_up_model(run: Run, start: InitialCheckpoint) -> None:
+    in_eval_mode = sum(not part.training for part in run.module.modules())
+    if run.command == "fit" and in_eval_mode:
+        message = f"{in_eval_mode} submodules are in eval mode and stay so in training"
         warnings.warn(f"{message}. Fix if unmeant: model.train() before fit", stacklevel=2)
     run.model = run.hooks.wrap_model(run=run, model=run.loop.unwrapped)
     wrappers = run.hooks.implementers("wrap_model")

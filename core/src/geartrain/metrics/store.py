@@ -191,7 +191,7 @@ class MetricStore:
         check_name(name)
         if not spec.on_step and not spec.on_epoch:
             raise TrainingError(
-                f"self.log({name!r}) would be reported never: on_step and on_epoch are False, "
+                f"self.log({name!r}) would never be reported: on_step and on_epoch are False, "
                 "given or by default here. "
                 "Fix: on_step=True for each step, or on_epoch=True for the epoch"
             )
@@ -329,7 +329,7 @@ class MetricStore:
         numbers = {name: share for name, share in shares.items() if share.spec.path is None}
         alone = {name for name, share in numbers.items() if not share.spec.sync_dist}
         together = {name: share for name, share in shares.items() if name not in alone}
-        synced, specs, stop = self._run.ranks.reduce(self._run, together)
+        synced, specs, stop = self._run.coordinator.reduce(self._run, together)
         values = {n: s.value(n) if n in alone else synced[n] for n, s in numbers.items()}
         return values | synced, specs, stop
 

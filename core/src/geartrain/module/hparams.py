@@ -38,7 +38,7 @@ class HyperParameters(dict[str, Any]):
         )
 
 
-class MadeWith:
+class HyperparametersMixin:
     """Keeps the arguments of ``__init__`` as :attr:`hparams`."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:

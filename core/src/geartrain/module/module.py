@@ -11,7 +11,7 @@ from torch import nn
 
 from geartrain.errors import TrainingError
 from geartrain.errors.distributions import import_from
-from geartrain.module.hparams import MadeWith
+from geartrain.module.hparams import HyperparametersMixin
 from geartrain.module.nested import move
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class NotAttached(RuntimeError, AttributeError):
     """``module.trainer`` of a module that no trainer runs or ran."""
 
 
-class Module(MadeWith, nn.Module):
+class Module(HyperparametersMixin, nn.Module):
     """A model with all that its training needs: ``training_step`` and ``configure_optimizers``.
 
     A subclass defines the steps that it needs:
@@ -260,7 +260,7 @@ class Module(MadeWith, nn.Module):
         run = self._run
         if run is None:
             raise RuntimeError("self.all_gather works only while a Trainer runs this module")
-        return run.ranks.gather(run, data, sync_grads)
+        return run.coordinator.gather(run, data, sync_grads)
 
     def optimizers(self) -> Optimizer | list[Optimizer]:
         """Return the optimizer, or the list of several.
@@ -616,7 +616,7 @@ class Module(MadeWith, nn.Module):
         return {key: value for key, value in vars(self).items() if key not in ("_run", "_trainer")}
 
 
-class DataModule(MadeWith):
+class DataModule(HyperparametersMixin):
     """Data apart from the model.
 
     A subclass defines the loaders that it has. Each method returns a DataLoader or any iterable of

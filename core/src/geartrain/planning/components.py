@@ -94,7 +94,8 @@ class Setup:
         Raises:
             UsageError: anything that cannot work.
         """
-        options, choices = Options.of(arguments), _Choices(**_among(arguments, _Choices))
+        names = {field.name for field in fields(_Choices)} & arguments.keys()
+        options, choices = Options.of(arguments), _Choices(**{n: arguments[n] for n in names})
         nodes = choices.num_nodes
         if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
             raise UsageError(f"num_nodes={nodes!r} must be a whole number, at least 1.")
@@ -109,7 +110,7 @@ class Setup:
         )
         extra = [
             *plugin_parts(registry, choices.plugins, choices.plugin_options or {}),
-            *more_parts(registry, choices.callbacks, choices.max_time),
+            *callback_parts(registry, choices.callbacks, choices.max_time),
         ]
         progress = progress_parts(registry, extra) if options.enable_progress_bar else []
         precision = select_precision(registry, choices.precision)
@@ -158,7 +159,7 @@ class Setup:
         Raises:
             UsageError: an object is no callback.
         """
-        added = more_parts(self.registry, module.configure_callbacks() or (), None)
+        added = callback_parts(self.registry, module.configure_callbacks() or (), None)
         classes = {type(_callback(part)) for part in added}
         parts = [part for part in self.parts if type(_callback(part)) not in classes]
         kept = [part.info for part in parts if part.info in self.plan.plugins]
@@ -200,12 +201,6 @@ class Setup:
             )
         folder = next((p.plugin for p in self.parts if isinstance(p.plugin, RunFolder)), None)
         return nullcontext() if folder is None else folder.reserved(resumes)
-
-
-def _among(arguments: Mapping[str, Any], cls: type) -> dict[str, Any]:
-    """Return the arguments that are fields of a dataclass."""
-    names = [field.name for field in fields(cls)]
-    return {name: arguments[name] for name in names if name in arguments}
 
 
 def _received(block: Sequence[str], plan: Plan, plugins: Sequence[LoadedPlugin]) -> Setup:
@@ -327,8 +322,9 @@ def plugin_parts(
                 message = f"{plugin} is a file of functions and takes no options"
                 raise UsageError(f"{message}. Fix: use a class with a typed __init__")
             info = PluginInfo(name, "plugin", None, None, f"--plugin {plugin}")
-            again = partial(_of_file, os.path.abspath(plugin), given_options)
-            parts.append(LoadedPlugin(info, _of_file(plugin, given_options), given_options, again))
+            made = _of_file(plugin, given_options)
+            recreate = partial(_of_file, os.path.abspath(plugin), given_options)
+            parts.append(LoadedPlugin(info, made, given_options, recreate))
         else:
             given_options = remaining.pop(plugin, {})
             parts.append(registry.select("plugin", plugin, given_options, f"--plugin {plugin}"))
@@ -354,7 +350,7 @@ def _of_file(plugin: str, options: Mapping[str, Any]) -> Any:
     return made.as_plugin() if hasattr(made, "as_plugin") else made
 
 
-def more_parts(registry: Registry, callbacks: Any, max_time: Any) -> list[LoadedPlugin]:
+def callback_parts(registry: Registry, callbacks: Any, max_time: Any) -> list[LoadedPlugin]:
     """Return the plugins of ``callbacks`` and ``max_time``.
 
     Raises:
@@ -364,16 +360,15 @@ def more_parts(registry: Registry, callbacks: Any, max_time: Any) -> list[Loaded
     is_one = isinstance(callbacks, str) or not isinstance(callbacks, Iterable)
     given = [callbacks] if is_one else list(callbacks)
     for callback in given:
-        if isinstance(callback, str | type) or not (
-            hasattr(callback, "as_plugin") or of_lightning(callback) or has_hookimpls(callback)
-        ):
+        is_plugin = hasattr(callback, "as_plugin") or has_hookimpls(callback)
+        if isinstance(callback, str | type) or not (is_plugin or is_lightning_callback(callback)):
             hint = "use an object of a subclass of geartrain.callbacks.Callback"
             hint = f"plugins=[{callback!r}]" if isinstance(callback, str) else hint
             raise UsageError(f"callbacks={callback!r}: it is no callback. Fix: {hint}")
     reason = "callbacks=[...]"
     parts = [
         _adapted(callback, reason)
-        if of_lightning(callback)
+        if is_lightning_callback(callback)
         else registry.adopt("plugin", callback, reason)
         for callback in given
     ]
@@ -383,7 +378,7 @@ def more_parts(registry: Registry, callbacks: Any, max_time: Any) -> list[Loaded
     return parts
 
 
-def of_lightning(thing: Any) -> bool:
+def is_lightning_callback(thing: Any) -> bool:
     """True for a callback whose class extends ``Callback`` of an installed Lightning."""
     bases = [base for base in type(thing).__mro__ if base.__name__ == "Callback"]
     return any(base.__module__.partition(".")[0] in _LIGHTNING for base in bases)
@@ -420,6 +415,6 @@ def progress_parts(registry: Registry, extra: Sequence[LoadedPlugin]) -> list[Lo
         candidates = [
             candidate for candidate in registry.of("plugin") if candidate.name.lower() == name
         ]
-        if any(map(registry.probe, candidates)):
+        if any(map(registry.check_usable, candidates)):
             return [registry.select("plugin", name, {}, "enable_progress_bar=True")]
     return []

@@ -56,7 +56,7 @@ def isolated(label: str) -> Iterator[None]:
         warnings.warn(f"{message}. Fix: --block {label}, or report it to its author", stacklevel=4)
 
 
-def ask(accelerator: Any) -> str | None:
+def reason_unusable(accelerator: Any) -> str | None:
     """Return why an accelerator (its class, or an object) cannot be used here; ``None`` if it can.
 
     Raises:
@@ -108,7 +108,7 @@ def _answer(accelerator: Any, question: str) -> Any:
         raise UsageError(f"its {question}() raised {message}") from error
 
 
-def visible() -> dict[str, str]:
+def visible_devices() -> dict[str, str]:
     """Return visible hardware: accelerator -> description, to name plugins that are not installed.
 
     It may miss hardware, and may return hardware that cannot be used.

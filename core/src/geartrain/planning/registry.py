@@ -24,7 +24,7 @@ from geartrain.errors.hints import hint
 from geartrain.errors.known import KNOWN, NOT_SHIPPED
 from geartrain.hooks.plugin_info import GROUPS, LoadedPlugin, PluginInfo
 from geartrain.hookspecs import CONTRACT, CONTRACT_CHANGES
-from geartrain.planning.hardware import ask, isolated
+from geartrain.planning.hardware import isolated, reason_unusable
 
 #: The state of ``sys.path`` at the last scan of the metadata, and its result. A scan of a hundred
 #: distributions takes 13 ms.
@@ -212,7 +212,7 @@ class Registry:
             raise UsageError(f"{label}: {reason}. Fix: {remedy}")
         return loaded
 
-    def probe(self, candidate: InstalledPlugin) -> Any:
+    def check_usable(self, candidate: InstalledPlugin) -> Any:
         """Import a candidate, and ask an accelerator if it can be used. Set its state and reason.
 
         Returns:
@@ -223,7 +223,7 @@ class Registry:
         with isolated(candidate.label):
             try:
                 cls = self.load(candidate)
-                reason = ask(cls) if candidate.kind == "accelerator" else None
+                reason = reason_unusable(cls) if candidate.kind == "accelerator" else None
             except UsageError as error:
                 if candidate.state == "available":
                     candidate.fail(str(error))
@@ -256,8 +256,8 @@ class Registry:
             raise
         candidate.state, candidate.reason = "selected", reason
         given = dict(options or {})
-        again = partial(_selected_again, kind, candidate.name, given)
-        return LoadedPlugin(candidate.info(reason), plugin, given, again)
+        recreate = partial(_reselected, kind, candidate.name, given)
+        return LoadedPlugin(candidate.info(reason), plugin, given, recreate)
 
     def adopt(self, kind: str, given: Any, reason: str) -> LoadedPlugin:
         """Return the part of a user's object or class; named as its entry point, if it has one.
@@ -276,7 +276,7 @@ class Registry:
         return LoadedPlugin(info, plugin.as_plugin() if hasattr(plugin, "as_plugin") else plugin)
 
 
-def _selected_again(kind: str, name: str, options: Mapping[str, Any]) -> Any:
+def _reselected(kind: str, name: str, options: Mapping[str, Any]) -> Any:
     return Registry().select(kind, name, options).plugin
 
 

@@ -11,7 +11,7 @@ from geartrain.hooks.plugin_info import GROUPS, LoadedPlugin
 from geartrain.launch.cluster import detect
 from geartrain.launch.rerun_command import reason_not_rerunnable
 from geartrain.planning.devices import parse_devices
-from geartrain.planning.hardware import ask, priority_of, visible
+from geartrain.planning.hardware import priority_of, reason_unusable, visible_devices
 from geartrain.planning.plugin_files import has_hookimpls
 from geartrain.planning.registry import InstalledPlugin, Registry
 
@@ -60,7 +60,7 @@ def _check_usable(part: LoadedPlugin, assume: Mapping[str, int]) -> None:
     if part.info.name in assume:
         return
     try:
-        reason = ask(part.plugin)
+        reason = reason_unusable(part.plugin)
     except UsageError as error:
         raise UsageError(f"{part.info.label}: {error}") from error.__cause__
     if reason:
@@ -77,7 +77,7 @@ def _best_accelerator(
             continue
         # Only accelerators are imported without being named: they must be asked.
         assumed = candidate.name in assume and candidate.state == "available"
-        cls = registry.load(candidate) if assumed else registry.probe(candidate)
+        cls = registry.load(candidate) if assumed else registry.check_usable(candidate)
         if cls is None:
             passed[candidate.label] = f"{candidate.state}: {candidate.reason}"
         else:
@@ -109,7 +109,7 @@ def _not_installed(registry: Registry) -> dict[str, str]:
     """Return this machine's hardware without a plugin: the plugin's label -> the install line."""
     installed = {candidate.name.lower() for candidate in registry.of("accelerator")}
     passed = {}
-    for name, message in visible().items():
+    for name, message in visible_devices().items():
         if name not in installed:
             home = KNOWN["accelerator", name]
             reason = f"not installed, though this machine has {message}"

@@ -18,7 +18,7 @@ from geartrain.checkpoint.training_state import (
 )
 from geartrain.data.loaders import (
     BatchSizer as BatchSizer,
-    Through as Through,
+    MappedBatches as MappedBatches,
     close_batches as close_batches,
     count_batches as count_batches,
     is_loader as is_loader,
@@ -31,7 +31,7 @@ from geartrain.data.sharding import (
     Shard as Shard,
     batches_in_turn as batches_in_turn,
     generators as generators,
-    has_no_own_samples as has_no_own_samples,
+    is_empty_shard as is_empty_shard,
     samplers as samplers,
     set_epoch as set_epoch,
     with_samplers as with_samplers,
@@ -57,7 +57,7 @@ from geartrain.loop.optimizers import (
     parameters_of as parameters_of,
     read_optimizers as read_optimizers,
 )
-from geartrain.loop.ranks import OneRank as OneRank
+from geartrain.loop.ranks import RankCoordinator as RankCoordinator
 from geartrain.loop.step_forwarder import (
     STEPS as STEPS,
     StepForwarder as StepForwarder,

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from geartrain import Plan, Run, TrainingError, UsageError, hookimpl
-from geartrain.plugin_api import Through
+from geartrain.plugin_api import MappedBatches
 from geartrain_cuda.batches import Prefetcher
 from geartrain_cuda.diagnose import diagnose, no_gpu
 from geartrain_cuda.nvml import Unavailable, session
@@ -185,7 +185,7 @@ class CUDAAccelerator:
     @hookimpl
     def device_batches(self, run: Run, loader: Iterable[Any], stage: str) -> Iterator[Any]:
         if self._prefetcher is None:
-            return Through(iter(loader), loader, run.to_device)
+            return MappedBatches(iter(loader), loader, run.to_device)
         return self._prefetcher.batches(run, loader, stage)
 
     @hookimpl

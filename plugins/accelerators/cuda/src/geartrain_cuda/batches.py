@@ -37,7 +37,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from geartrain import Run
-from geartrain.plugin_api import Through, map_nested, map_tensors, move, overridden
+from geartrain.plugin_api import MappedBatches, map_nested, map_tensors, move, overridden
 
 #: Texts of errors if the system has no more pinned memory: cudaErrorMemoryAllocation,
 #: cudaErrorOperatingSystem (locking was refused), and torch's CPU allocator.
@@ -66,7 +66,7 @@ class Prefetcher:
         """Return the batches of a loader on the GPU, for the hook ``device_batches``."""
         if overridden(run.module, "transfer_batch_to_device"):
             # It may do anything with the batch and the GPU, so it must not run early.
-            return Through(iter(loader), loader, run.to_device)
+            return MappedBatches(iter(loader), loader, run.to_device)
         index = 0 if stage == "train" else run.dataloader_idx
         if self.prefetch:
             return Ahead(self, run, loader, index, most(run, stage, index))
@@ -76,7 +76,7 @@ class Prefetcher:
             source = self.pin(module.on_before_batch_transfer(batch, index), fresh)
             return module.on_after_batch_transfer(move(source, self.device), index)
 
-        return Through(iter(loader), loader, when_due)
+        return MappedBatches(iter(loader), loader, when_due)
 
     def pin(self, data: Any, fresh: bool) -> Any:
         """Return the batch in pinned memory, as far as it can be pinned.

@@ -148,7 +148,7 @@ class EMA(PluginCallback):
     @torch.no_grad()
     def _into_module(self, run: Run) -> None:
         torch._foreach_copy_(self._weights, self._average)
-        run.ranks.broadcast_buffers(run)
+        run.coordinator.broadcast_buffers(run)
 
     @torch.no_grad()
     def _states(self, run: Run, wanted: dict[str, Any]) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ _FIX = "Fix: log it with self.log, or monitor another"
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
+class _Decision:
     """A decision of rank 0; every rank carries it out. File names are relative to the folder."""
 
     #: The file of the newest checkpoint; empty if it is not among the best.
@@ -44,7 +44,7 @@ class _Turn:
     error: str = ""
     #: True if the metric has no value for these weights yet. The next validation or end of an
     #: epoch that logs one is used instead.
-    owed: bool = False
+    retries: bool = False
 
 
 class ModelCheckpoint(PluginCallback):
@@ -164,7 +164,7 @@ class ModelCheckpoint(PluginCallback):
         self._on = self._at_epoch_end = self._looked = self._warned_of_nan = False
         self._validated = self._expected = self._warned = False
         #: True if the last check found no value for the current weights.
-        self._owed = False
+        self._retries = False
         #: The score of the best file.
         self.best_model_score: float | None = None
         #: A random id, drawn at a start from scratch. It marks the files that this object wrote.
@@ -250,8 +250,8 @@ class ModelCheckpoint(PluginCallback):
         self._on = run.command == "fit" and not run.plan.options.fast_dev_run
         self._validated = self._expected = self._warned = False
         if self._on:
-            self._owed = self._owed and run.loop.resumed is not None
-            self._settle(run)
+            self._retries = self._retries and run.loop.resumed is not None
+            self._open_folder(run)
         self._looked = run.loop.resumed is not None and bool(self._best or self._last)
         if self._on and self._steps is None:
             self._at_epoch_end = looks_after_epochs(
@@ -265,7 +265,7 @@ class ModelCheckpoint(PluginCallback):
     def on_step_end(self, run: Run) -> Generator[None, Any, Any]:
         results = yield
         if self._on and self._steps is not None and run.step % self._steps == 0:
-            self._look(run, run.epoch)
+            self._check(run, run.epoch)
         return results
 
     @hookimpl(wrapper=True, specname="on_validation_end")
@@ -275,8 +275,8 @@ class ModelCheckpoint(PluginCallback):
             self._validated = True
             due = self._steps is None and not self._at_epoch_end and self._is_due(run)
             self._expected |= due
-            if due or (self._owed and not self._at_epoch_end):
-                self._look(run, run.epoch, due)
+            if due or (self._retries and not self._at_epoch_end):
+                self._check(run, run.epoch, due)
         return results
 
     @hookimpl(wrapper=True)
@@ -285,8 +285,8 @@ class ModelCheckpoint(PluginCallback):
         if self._on:
             self._expected |= self._validated or not run.stages["validate"].loaders
             due = self._steps is None and self._at_epoch_end and self._is_due(run)
-            if due or self._owed:
-                self._look(run, run.epoch + 1, due)
+            if due or self._retries:
+                self._check(run, run.epoch + 1, due)
         return results
 
     @hookimpl
@@ -306,7 +306,7 @@ class ModelCheckpoint(PluginCallback):
                 stacklevel=2,
             )
 
-    def _settle(self, run: Run) -> None:
+    def _open_folder(self, run: Run) -> None:
         """Set the files with which this fit continues, on every rank to those rank 0 finds."""
         folder = self._folder(run.plan)
         assert folder is not None  # otherwise check_plan has raised
@@ -396,7 +396,7 @@ class ModelCheckpoint(PluginCallback):
 
     # --- decisions -------------------------------------------------------------------------------
 
-    def _look(self, run: Run, epochs: int, due: bool = True) -> None:
+    def _check(self, run: Run, epochs: int, due: bool = True) -> None:
         """Check, and save the files that are due.
 
         Args:
@@ -432,7 +432,7 @@ class ModelCheckpoint(PluginCallback):
             raise
         self._report_and_delete(run, turn)
 
-    def _decide(self, run: Run, epochs: int, due: bool) -> _Turn:
+    def _decide(self, run: Run, epochs: int, due: bool) -> _Decision:
         folder = self._folder(run.plan)
         assert folder is not None  # otherwise check_plan has raised
         last = free(folder, "last", self._last) if self.save_last else ""
@@ -448,7 +448,7 @@ class ModelCheckpoint(PluginCallback):
             if score is None:
                 missing = not_logged("model_checkpoint", self.monitor, sorted(run.metrics))
                 if self._expected:
-                    return _Turn(error=f"{missing} {_FIX}")
+                    return _Decision(error=f"{missing} {_FIX}")
             elif (
                 when[0] == run.epoch
                 and self._steps is not None
@@ -461,9 +461,9 @@ class ModelCheckpoint(PluginCallback):
                     f"and it checks every {self._steps} steps. Fix: log it in each step."
                 )
             if missing or when[0] != run.epoch or (self._steps is not None and when[1] != run.step):
-                return _Turn(last=last if due else "", missing=missing, owed=True)
+                return _Decision(last=last if due else "", missing=missing, retries=True)
         if not self._is_among_the_best(score):
-            return _Turn(last=last)
+            return _Decision(last=last)
         if self.monitor is not None:
             drop = self._kth_best()
         else:
@@ -474,9 +474,9 @@ class ModelCheckpoint(PluginCallback):
                 {**run.loop.reported, "epoch": run.epoch, "step": run.step},
                 self.auto_insert_metric_name,
             )
-            return _Turn(free(folder, name, drop), score, drop, last)
+            return _Decision(free(folder, name, drop), score, drop, last)
         except TrainingError as error:  # raised on all ranks by the caller
-            return _Turn(error=str(error))
+            return _Decision(error=str(error))
 
     def _is_among_the_best(self, score: float | None) -> bool:
         if self.save_top_k <= 0 or score is None:
@@ -492,9 +492,9 @@ class ModelCheckpoint(PluginCallback):
             not worst or is_better(self.mode, score, self._scores[worst])
         )
 
-    def _remember(self, turn: _Turn) -> None:
+    def _remember(self, turn: _Decision) -> None:
         """Note the next file and the files that it replaces."""
-        self._owed = turn.owed
+        self._retries = turn.retries
         self._old += [
             name
             for name, new in ((turn.drop, turn.name), (self._last, turn.last))
@@ -511,7 +511,7 @@ class ModelCheckpoint(PluginCallback):
                 self._best = next(iter(self._ranked()), "")
                 self.best_model_score = self._scores.get(self._best)
 
-    def _report_and_delete(self, run: Run, turn: _Turn) -> None:
+    def _report_and_delete(self, run: Run, turn: _Decision) -> None:
         if turn.name and self.verbose:
             reason = "" if turn.score is None else f": {self.monitor} = {turn.score:.6g}"
             say(run, f"model_checkpoint: saved {self._path(turn.name)}{reason}.")
@@ -564,7 +564,7 @@ class ModelCheckpoint(PluginCallback):
             "last_model_path": self._last,
             "best_k_models": dict(self._scores),
             "replaced": list(self._old),
-            "owed": self._owed,
+            "owed": self._retries,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -585,7 +585,7 @@ class ModelCheckpoint(PluginCallback):
         self._output = str(state["output"])
         self.best_model_score = state["best_model_score"]
         self._best, self._last, self._scores, self._old = best, last, scores, old
-        self._owed = bool(state.get("owed"))
+        self._retries = bool(state.get("owed"))
         self._where = self._planned  # a fit in another process wrote its files to that folder
 
 

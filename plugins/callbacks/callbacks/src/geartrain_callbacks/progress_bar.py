@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from geartrain import Run, hookimpl
-from geartrain.plugin_api import Through
+from geartrain.plugin_api import MappedBatches
 from geartrain_callbacks.callback import PluginCallback
 from geartrain_callbacks.lines import Count, Lines, metrics_text
 
@@ -114,7 +114,7 @@ class ProgressBar(PluginCallback):
             count.done += 1  # this batch is not done yet, so it is not shown
             return batch
 
-        return Through(batches, loader, taken)
+        return MappedBatches(batches, loader, taken)
 
     @hookimpl(specname="on_validation_end")
     def _on_validation_end(self, run: Run) -> None:

@@ -168,11 +168,11 @@ def _update_batch_norm(run: Run) -> None:
     batches = run.hooks.device_batches(run=run, loader=loader, stage="train")
     try:
         with torch.no_grad(), run.logs.scope(keep=False):
-            for i, batch in enumerate(run.ranks.batches(run, batches, limit)):
+            for i, batch in enumerate(run.coordinator.batches(run, batches, limit)):
                 run.batch = batch
                 run.hooks.forward(run=run, method="training_step", args=(batch, i))
         with torch.no_grad():
-            run.ranks.broadcast_buffers(run)
+            run.coordinator.broadcast_buffers(run)
     finally:
         run.batch = None
         close_batches(batches, loader)

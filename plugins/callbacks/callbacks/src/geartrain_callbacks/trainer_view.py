@@ -87,7 +87,7 @@ class RunningStrategy:
     def all_gather(self, tensor: torch.Tensor, sync_grads: bool = False) -> Any:
         """Return ``[world_size, *tensor.shape]``; see :meth:`geartrain.Module.all_gather`."""
         run = self._view.active
-        return tensor[None] if run is None else run.ranks.gather(run, tensor, sync_grads)
+        return tensor[None] if run is None else run.coordinator.gather(run, tensor, sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return True if every rank decides so; with ``all=False``, if any rank does."""

@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from geartrain import UsageError, hookimpl
-from geartrain.plugin_api import Through
+from geartrain.plugin_api import MappedBatches
 from geartrain_device_stats.cpu import SHORTEST
 from geartrain_device_stats.monitor import PATIENCE, Monitor
 
@@ -83,7 +83,7 @@ class DeviceStats:
                 _report(run, monitor)
             return batch
 
-        return Through(batches, loader, look)
+        return MappedBatches(batches, loader, look)
 
     @hookimpl(optionalhook=True)  # a Session fires neither event
     def on_validation_end(self, run: Run) -> None:

@@ -95,7 +95,7 @@ class OwnStep:
 
     @hookimpl
     def on_run_start(self, run: Run) -> None:
-        self._hook = run.hooks.surround("optimizer_step", self._step)
+        self._hook = run.hooks.replace_caller("optimizer_step", self._step)
 
     @hookimpl
     def on_train_batch_start(self, batch_idx: int) -> None:

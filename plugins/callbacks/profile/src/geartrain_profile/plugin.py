@@ -102,7 +102,7 @@ class Profile:
             timer = clock.wrapper_timer if impl.wrapper else clock.timer
             return timer(function, label, hook)
 
-        hooks.decorate(timed)
+        hooks.wrap_implementations(timed)
         return (yield)
 
     @hookimpl(wrapper=True)

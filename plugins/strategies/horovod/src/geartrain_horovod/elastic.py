@@ -79,7 +79,7 @@ class Elastic:
                         flush=True,
                     )
                 self._changed.clear()
-                run.again()
+                run.reset()
         finally:
             notification_manager.remove_listener(self)
 

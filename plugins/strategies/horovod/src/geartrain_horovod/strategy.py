@@ -221,7 +221,7 @@ class HorovodStrategy:
         return World(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank())
 
     @hookimpl
-    def make_ranks(self) -> SeveralRanks:
+    def make_coordinator(self) -> SeveralRanks:
         return SeveralRanks()
 
     @hookimpl

@@ -1,8 +1,8 @@
 """Common parts of strategies with several processes; users import ``geartrain.parallel``.
 
 - ``ProcessGroupStrategy``: the base class of a strategy whose ranks use torch.distributed.
-- ``SeveralRanks``: the common work of ranks, for the hook ``make_ranks`` of a strategy without
-  torch.distributed.
+- ``SeveralRanks``: the common work of ranks, for the hook ``make_coordinator`` of a strategy
+  without torch.distributed.
 - ``launch``: become a rank and start the others, or join a launcher's ranks; ``detect``: return the
   launcher and the rank of this process.
 - ``reserve``, ``variables``, ``threads``, ``join``, ``die_with_parent``, ``write_output_to``,

@@ -16,7 +16,7 @@ from geartrain import Run, TrainingError
 from geartrain.plugin_api import (
     LocalMetric,
     MetricOptions,
-    OneRank,
+    RankCoordinator,
     Stage,
     libraries,
     map_tensors,
@@ -30,7 +30,7 @@ from geartrain_parallel.uneven_inputs import (
 )
 
 
-class SeveralRanks(OneRank):
+class SeveralRanks(RankCoordinator):
     """A rank among others; needs the strategy's ``log_sync``, ``all_gather`` and ``broadcast``."""
 
     def check(self, run: Run, checkpoint: str | None = None) -> None:

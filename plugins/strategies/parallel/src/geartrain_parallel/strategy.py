@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from geartrain import Run, hookimpl
-from geartrain.plugin_api import OneRank
+from geartrain.plugin_api import RankCoordinator
 from geartrain_parallel import collectives, sharding
 from geartrain_parallel.launching import launch
 from geartrain_parallel.ranks import SeveralRanks
@@ -34,7 +34,7 @@ class ProcessGroupStrategy:
         return launch(run, worker, self.timeout)
 
     @hookimpl
-    def make_ranks(self) -> OneRank:
+    def make_coordinator(self) -> RankCoordinator:
         return SeveralRanks()
 
     @hookimpl

@@ -172,7 +172,7 @@ def pickled_arguments(run: Run, worker: Any) -> dict[str, Any]:
     plugins = {
         part.info.label: part.plugin
         for part in run.hooks.parts
-        if part.make_again is None and not part.info.is_core
+        if part.recreate is None and not part.info.is_core
     }
     given |= getattr(worker, "pickled_arguments", {})  # of a Session's function
     return {

@@ -40,7 +40,7 @@ def command(name: str, argv: list[str]) -> None:
     registry = Registry(options.block)
     if options.probe:
         for candidate in registry.candidates:
-            registry.probe(candidate)
+            registry.check_usable(candidate)
     rows = [candidate.as_dict() for candidate in registry.candidates]
     if options.json:
         print(json.dumps(rows, indent=2))

@@ -167,7 +167,7 @@ def accelerators(section: Section, registry: Registry, wanted: str) -> None:
     for candidate in registry.of("accelerator"):
         if (
             candidate.state == "available"
-            and registry.probe(candidate) is None
+            and registry.check_usable(candidate) is None
             and candidate.state == "failed"
         ):
             section.problem(

@@ -42,7 +42,7 @@ def all_reduce(run: Run, data: Any, reduce_op: str) -> Any:
         )
     tensors: list[torch.Tensor] = []
     map_tensors(data, lambda tensor: tensors.append(tensor.detach()), run.device)
-    reduced = (_reduce(gathered, reduce_op) for gathered in run.ranks.gather(run, tensors))
+    reduced = (_reduce(gathered, reduce_op) for gathered in run.coordinator.gather(run, tensors))
     return map_tensors(data, lambda _: next(reduced), run.device)
 
 
@@ -63,7 +63,7 @@ def mean_of_metrics(run: Run, values: Mapping[str, float]) -> Mapping[str, float
     """
     if run.world.size == 1:
         return values
-    means, _, _ = run.ranks.reduce(
+    means, _, _ = run.coordinator.reduce(
         run, {name: LocalMetric(_MEAN, value, 1, None, [value]) for name, value in values.items()}
     )
     return means

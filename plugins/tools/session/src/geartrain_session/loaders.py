@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from geartrain import TrainingError
-from geartrain.plugin_api import close_batches, has_no_own_samples, set_epoch
+from geartrain.plugin_api import close_batches, is_empty_shard, set_epoch
 
 if TYPE_CHECKING:
     from geartrain import Run
@@ -40,7 +40,7 @@ class SessionLoader:
         self._session_run.begin()
         set_epoch(loader, self._passes)
         self._passes += 1
-        if has_no_own_samples(loader):  # its only sample belongs to another rank
+        if is_empty_shard(loader):  # its only sample belongs to another rank
             return
         batches = (
             run.hooks.device_batches(run=run, loader=loader, stage=run.stage)
@@ -66,7 +66,7 @@ class SessionLoader:
         )
 
     def __len__(self) -> int:
-        return 0 if has_no_own_samples(self._loader) else len(self._loader)  # type: ignore[arg-type]
+        return 0 if is_empty_shard(self._loader) else len(self._loader)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
         if name == "_loader":  # a copy has no attributes yet

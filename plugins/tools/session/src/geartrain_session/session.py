@@ -425,7 +425,7 @@ class Session(RankProperties):
             TrainingError: ranks bring different numbers of tensors.
         """
         run = self._launched("all_gather").run
-        return run.ranks.gather(run, data, sync_grads)
+        return run.coordinator.gather(run, data, sync_grads)
 
     def all_reduce(self, data: Any, reduce_op: str = "mean") -> Any:
         """Reduce each tensor and number of ``data`` over ranks; the result has no gradients.

@@ -18,7 +18,7 @@ from geartrain.plugin_api import (
     Stage,
     check_name,
     count_batches,
-    has_no_own_samples,
+    is_empty_shard,
     needs_closure,
     scalar,
     share_temporary_folder,
@@ -116,7 +116,7 @@ class SessionRun:
             check_optimizer(module, optimizer)
         model_run = self._run_of(self.run, module)
         self.session.hooks.check_plan(plan=self.session.plan, module=as_one_module(module))
-        model_run.ranks.check(model_run)
+        model_run.coordinator.check(model_run)
         model_run.loop.unwrapped = Called(module)  # type: ignore[assignment]  # in place of a StepForwarder
         model_run.model = model_run.hooks.wrap_model(run=model_run, model=model_run.loop.unwrapped)
         methods = [
@@ -225,7 +225,7 @@ class SessionRun:
 def _unequal_counts(run: Run, stage: str) -> list[int]:
     """Return each rank's number of batches of a sharded loader, if they are known and differ."""
     (loader,), (count,) = run.stages[stage].loaders, run.stages[stage].batches
-    if has_no_own_samples(loader):
+    if is_empty_shard(loader):
         count = 0
     local = torch.tensor([-1 if count is None else count], dtype=torch.float64)
     counts = [int(n) for n in run.hooks.log_sync(run=run, values=local)[:, 0]]

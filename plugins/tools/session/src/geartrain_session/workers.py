@@ -24,7 +24,7 @@ def process_context(run: Run, local_rank: int) -> Iterator[None]:
         undo.append(session_run.release_models)
         # The batch is empty: metrics that plugins log belong to steps.
         run.logs, run.batch = MetricStore(run), ()
-        run.ranks.check(run)
+        run.coordinator.check(run)
         run.hooks.freeze()
         session.attach_run(session_run)
         yield

@@ -101,7 +101,7 @@ class ThreadRanks:
         )
 
     @hookimpl
-    def make_ranks(self) -> SeveralRanks:
+    def make_coordinator(self) -> SeveralRanks:
         return SeveralRanks()
 
     @hookimpl
