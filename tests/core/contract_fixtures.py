@@ -112,8 +112,8 @@ class Dists:
 
         Args:
             requires: its ``Requires-Dist`` lines.
-            groups: ``accelerators``, ``strategies`` or ``plugins``: name of the entry point -> text
-                after ``module:``, or the whole value if it begins with ``=``.
+            groups: ``accelerators``, ``strategies``, ``plugins`` or ``implied``: name of the entry
+                point -> text after ``module:``, or the whole value if it begins with ``=``.
 
         Returns:
             The module's name.
@@ -129,7 +129,7 @@ class Dists:
             f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n{needs}"
         )
         lines = []
-        for group in (*GROUPS, "contract"):
+        for group in (*GROUPS, "contract", "implied"):
             entries = groups.get(group, {})
             lines += [
                 f"[geartrain.{group}]",

@@ -14,7 +14,7 @@ def declared(folder: Path) -> list[str]:
         "entry-points", {}
     )
     # Vocabularies, launchers and libraries cannot be selected.
-    others = ("geartrain.hints", "geartrain.launchers", "geartrain.metrics")
+    others = ("geartrain.hints", "geartrain.implied", "geartrain.launchers", "geartrain.metrics")
     return [
         name
         for group, names in groups.items()

@@ -65,6 +65,8 @@ def plugin_options():
     """Return the options of each strategy, accelerator, precision and plugin."""
     found = {}
     for group, name, target in entry_points():
+        if group == "geartrain.implied":  # its values are names of plugins
+            continue
         module, _, attribute = target.partition(":")
         value = getattr(import_module(module), attribute, None)
         if inspect.isclass(value):

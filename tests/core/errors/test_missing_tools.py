@@ -154,6 +154,12 @@ def test_help_names_the_distributions_of_missing_commands(alone, capsys):
             )
 
 
+def test_a_time_limit(alone):
+    message = "^max_time=8 needs geartrain-callbacks. Fix: pip install geartrain-callbacks$"
+    with pytest.raises(gt.UsageError, match=message):
+        gt.Trainer(accelerator="cpu", max_time=8)
+
+
 def test_core_trains_without_the_tools(alone, tmp_path):
     one = gt.Trainer(
         accelerator="cpu", max_epochs=1, output=tmp_path / "run", enable_progress_bar=False
@@ -182,6 +188,7 @@ def test_core_trains_without_the_tools(alone, tmp_path):
             "geartrain-manual",
         ),
         ({}, {"sync_batchnorm": True}, "sync_batchnorm=True", "geartrain-parallel"),
+        ({}, {"overfit_batches": 1}, "overfit_batches=1", "geartrain-callbacks"),
     ],
 )
 def test_a_module_or_an_option_that_needs_a_plugin(alone, methods, options, reason, distribution):

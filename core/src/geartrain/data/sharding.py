@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
     Sampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
 )
 
 from geartrain.data.loaders import length, single_loaders
-from geartrain.errors import UsageError
 
 
 class Shard(Sampler[Any]):
@@ -113,57 +104,3 @@ def with_samplers(loader: DataLoader[Any], sampler: Any, batch_sampler: Any) -> 
     # copy has no workers yet.
     same.__dict__ |= {"sampler": sampler, "batch_sampler": batch_sampler, "_iterator": None}
     return same
-
-
-def in_fixed_order(loader: Any, stage: str, warns: bool) -> Any:
-    """Return a loader without its shuffling, so that each epoch has the same first batches.
-
-    Source: ``overfit_batches`` of Lightning, which replaces a random sampler by a sequential one.
-
-    Args:
-        loader: the user's loader. Without a dataset of some length it is returned as it is.
-        stage: its name, for the warning.
-        warns: True to warn if the order changes, or cannot be changed.
-
-    Raises:
-        UsageError: it is an iterator, so no epoch has the batches of another.
-    """
-    if isinstance(loader, Iterator):
-        message = f"overfit_batches repeats batches, and the {stage} loader is an iterator"
-        raise UsageError(f"{message}. Fix: use a DataLoader or a list")
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return loader
-    batches = loader.batch_sampler
-    of_torch = batches is None or type(batches) is BatchSampler
-    sampler = loader.sampler if of_torch else batches
-    fixed = _without_shuffling(sampler, loader.dataset)
-    if fixed is sampler:
-        return loader
-    if warns:
-        message = f"overfit_batches turns off the shuffling of the {stage} loader"
-        if fixed is None:
-            message = f"overfit_batches keeps the order of {type(sampler).__name__}, which "
-            message += (
-                f"the {stage} loader draws from: if it shuffles, epochs have different batches"
-            )
-        warnings.warn(message, stacklevel=2)
-    if fixed is None:
-        return loader
-    if isinstance(batches, BatchSampler):
-        batches = BatchSampler(fixed, batches.batch_size, batches.drop_last)
-    return with_samplers(loader, fixed, batches)
-
-
-def _without_shuffling(sampler: Any, dataset: Any) -> Any:
-    """Return one of torch's samplers without its shuffling; ``None`` for another class."""
-    if type(sampler) is SequentialSampler:
-        return sampler
-    if type(sampler) in (RandomSampler, WeightedRandomSampler):
-        return SequentialSampler(dataset)
-    if type(sampler) is SubsetRandomSampler:
-        return list(sampler.indices)
-    if type(sampler) is DistributedSampler:
-        fixed = copy.copy(sampler)
-        fixed.shuffle = False
-        return fixed
-    return None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 _CALLBACKS = (
     *("accumulation_scheduler", "backbone_finetuning", "early_stopping", "ema", "lr_monitor"),
-    *("model_checkpoint", "model_summary", "nan_guard", "norms", "prediction_writer", "progress"),
-    *("swa", "throughput", "timer"),
+    *("model_checkpoint", "model_summary", "nan_guard", "norms", "overfit", "prediction_writer"),
+    *("progress", "swa", "throughput", "timer"),
 )
 _COMMANDS = ("fit", "validate", "test", "predict", "explain", "plugins")
 #: (kind, name) -> the distribution of ours that provides it. Other names get no install line.

@@ -316,11 +316,12 @@ class Hooks:
         """
         if not self._manager.is_watched:
             for name, caller in self._specs.items():
-                setattr(self, name, _frozen(caller, self.is_single(name)))
+                if getattr(self, name) is caller:  # otherwise replace_caller has replaced it
+                    setattr(self, name, _frozen(caller, self.is_single(name)))
         self._frozen = True
 
     def replace_caller(self, hook: str, answer: Callable[..., Any]) -> Callable[..., Any]:
-        """Let ``answer`` answer a frozen hook of this run; return the caller that it replaces."""
+        """Let ``answer`` answer a hook of this run; return the caller that it replaces."""
         caller: Callable[..., Any] = getattr(self, hook)
         setattr(self, hook, answer)
         return caller

@@ -21,7 +21,6 @@ from geartrain.data.loaders import (
 )
 from geartrain.data.sharding import (
     batches_in_turn,
-    in_fixed_order,
     is_empty_shard,
     order_seeds,
     set_order_seeds,
@@ -66,9 +65,6 @@ def set_up_loaders(run: Run, stages: Sequence[str] | None = None) -> None:
             raise source.missing(stage)
         if loaders and stage != "train":
             check_loader_count(run.module, stage, len(loaders))
-        if run.plan.options.overfit_batches and stage in ("train", "validate"):
-            fixed = partial(in_fixed_order, stage=stage, warns=run.world.rank == 0)
-            loaders = [each_loader(loader, fixed) for loader in loaders]
         loaders = [each_loader(loader, partial(_sharded, run, stage)) for loader in loaders]
         share_temporary_folder(loaders)
         counts = [_count(loader, limit, stage) for loader in loaders]

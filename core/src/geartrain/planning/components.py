@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -41,11 +41,6 @@ if TYPE_CHECKING:
 
 #: Lightning's packages.
 _LIGHTNING = ("lightning", "pytorch_lightning")
-#: Methods of a module that the plugin ``overrides`` calls in place of a part of the step.
-_OVERRIDES = (
-    *("backward", "configure_gradient_clipping"),
-    *("optimizer_step", "optimizer_zero_grad"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +105,8 @@ class Setup:
         )
         extra = [
             *plugin_parts(registry, choices.plugins, choices.plugin_options or {}),
-            *callback_parts(registry, choices.callbacks, choices.max_time),
+            *callback_parts(registry, choices.callbacks),
+            *_implied(registry, choices),
         ]
         progress = progress_parts(registry, extra) if options.enable_progress_bar else []
         precision = select_precision(registry, choices.precision)
@@ -159,7 +155,7 @@ class Setup:
         Raises:
             UsageError: an object is no callback.
         """
-        added = callback_parts(self.registry, module.configure_callbacks() or (), None)
+        added = callback_parts(self.registry, module.configure_callbacks() or ())
         classes = {type(_callback(part)) for part in added}
         parts = [part for part in self.parts if type(_callback(part)) not in classes]
         kept = [part.info for part in parts if part.info in self.plan.plugins]
@@ -256,18 +252,15 @@ def _run_parts(
 ) -> tuple[LoadedPlugin, ...]:
     """Return the parts of one run: the trainer's, and those that the command and the module need.
 
-    A ``fit`` with a folder needs the writer of last.ckpt. :func:`_needed` has the plugins.
+    A ``fit`` with a folder needs the writer of last.ckpt. :func:`_implied` has the plugins.
 
     Raises:
         UsageError: a plugin that the run needs is not installed, or is chosen too.
     """
     if command == "fit" and any(type(part.plugin) is RunFolder for part in parts):
         parts = [*parts, _core_part("last_checkpoint", LastCheckpoint(), "output=")]
-    for name, reason in _needed(options, module, command).items():
-        if not any(candidate.name == name for candidate in registry.of("plugin")):
-            home = KNOWN["plugin", name]
-            raise UsageError(f"{reason} needs {home}. Fix: pip install {home}")
-        part = registry.select("plugin", name, {}, reason)
+    for part in _implied(registry, options, module, command):
+        name, reason = part.info.name, part.info.reason
         if hasattr(part.plugin, "added_for"):
             # As a part of core: hooks of the strategy and of the precision have precedence.
             part = replace(part, info=replace(part.info, kind="core"))
@@ -280,21 +273,34 @@ def _run_parts(
     return tuple(parts)
 
 
-def _needed(options: Options, module: Any, command: str) -> dict[str, str]:
-    """Return the plugins that a run needs and nobody chooses: name -> reason."""
-    needed, cls = {}, (module if isinstance(module, type) else type(module)).__name__
-    if hasattr(module, "_compile_with"):
-        needed["compile"] = f"torch.compile({cls})"
-    if command != "fit":
-        return needed
-    if options.sync_batchnorm:
-        needed["sync_batchnorm"] = "sync_batchnorm=True"
-    if not module.automatic_optimization:
-        # Last, so that ``run.loop.manual`` exists in every on_run_start.
-        needed["manual_optimisation"] = f"{cls}.automatic_optimization = False"
-    elif overrides := [f"{cls}.{name}" for name in _OVERRIDES if overridden(module, name)]:
-        needed["overrides"] = ", ".join(overrides)
-    return needed
+def _implied(
+    registry: Registry, given: _Choices | Options, module: Any = None, command: str = ""
+) -> Iterator[LoadedPlugin]:
+    """Yield the plugins that arguments and the module imply, as ``registry.implied`` says.
+
+    Raises:
+        UsageError: one is not installed, or refuses the argument.
+    """
+    cls, defaults = (module if isinstance(module, type) else type(module)).__name__, type(given)()
+    reasons = {"compile": [f"torch.compile({cls})"]} if hasattr(module, "_compile_with") else {}
+    values = {}
+    for condition, plugin in registry.implied:
+        *places, name = condition.split(".")
+        value = getattr(module if "Module" in places else given, name, None)
+        if "fit" in places and command != "fit":
+            continue
+        if "Module" in places and overridden(module, name):
+            shown = "" if callable(value) else f" = {value}"
+            reasons.setdefault(plugin, []).append(f"{cls}.{name}{shown}")
+        elif "Module" not in places and value != getattr(defaults, name, None):
+            reasons[plugin], values[plugin] = [f"{name}={value!r}"], value
+    for plugin, found in reasons.items():
+        (name, _, option), reason = plugin.partition(":"), ", ".join(found)
+        if not any(candidate.name == name for candidate in registry.of("plugin")):
+            home = KNOWN["plugin", name]
+            raise UsageError(f"{reason} needs {home}. Fix: pip install {home}")
+        options = {option: values[plugin]} if option else {}
+        yield registry.select("plugin", name, options, reason)
 
 
 def plugin_parts(
@@ -350,12 +356,11 @@ def _of_file(plugin: str, options: Mapping[str, Any]) -> Any:
     return made.as_plugin() if hasattr(made, "as_plugin") else made
 
 
-def callback_parts(registry: Registry, callbacks: Any, max_time: Any) -> list[LoadedPlugin]:
-    """Return the plugins of ``callbacks`` and ``max_time``.
+def callback_parts(registry: Registry, callbacks: Any) -> list[LoadedPlugin]:
+    """Return the plugins of ``callbacks``.
 
     Raises:
-        UsageError: an object is no callback, a callback has methods that would never be called, or
-            the duration cannot be read.
+        UsageError: an object is no callback, or has methods that would never be called.
     """
     is_one = isinstance(callbacks, str) or not isinstance(callbacks, Iterable)
     given = [callbacks] if is_one else list(callbacks)
@@ -366,16 +371,12 @@ def callback_parts(registry: Registry, callbacks: Any, max_time: Any) -> list[Lo
             hint = f"plugins=[{callback!r}]" if isinstance(callback, str) else hint
             raise UsageError(f"callbacks={callback!r}: it is no callback. Fix: {hint}")
     reason = "callbacks=[...]"
-    parts = [
+    return [
         _adapted(callback, reason)
         if is_lightning_callback(callback)
         else registry.adopt("plugin", callback, reason)
         for callback in given
     ]
-    if max_time is not None:
-        options = {"duration": max_time}
-        parts.append(registry.select("plugin", "timer", options, f"max_time={max_time!r}"))
-    return parts
 
 
 def is_lightning_callback(thing: Any) -> bool:

@@ -95,7 +95,12 @@ class Registry:
     entry_points = staticmethod(entry_points)
 
     def __init__(self, block: Iterable[str] = ()) -> None:
-        self.candidates, self.block = _installed(), tuple(block)
+        found, self.block = _installed(), tuple(block)
+        self.candidates = [plugin for plugin in found if plugin.kind in GROUPS]
+        #: What implies a plugin, and the plugin: ``("max_time", "timer:duration")``. The first is a
+        #: Trainer's argument that differs from its default, or ``Module.NAME``, which a module
+        #: overrides; after ``fit.`` only in a fit. An option gets the argument.
+        self.implied = [(p.name, p.entry_point.value) for p in found if p.kind == "implied"]
         self._block(self.block, "--block")
         variable = "GEARTRAIN_BLOCK"
         self._block((n.strip() for n in os.environ.get(variable, "").split(",")), variable)
@@ -331,7 +336,7 @@ def _scan() -> list[tuple[str, str, str, str, EntryPoint]]:
     every = sorted(entry_points(), key=lambda ep: (ep.name, ep.value))
     named: dict[int, tuple[str, str]] = {}
     found = []
-    for kind, group in GROUPS.items():
+    for kind, group in {**GROUPS, "implied": "geartrain.implied"}.items():
         for ep in (ep for ep in every if ep.group == group):
             if id(ep.dist) not in named:
                 metadata = ep.dist.metadata if ep.dist else {"Name": "?", "Version": "?"}

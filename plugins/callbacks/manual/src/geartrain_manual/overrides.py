@@ -36,6 +36,8 @@ class Overrides:
 
     def replace_parts(self, parts: Sequence[LoadedPlugin], module: Any) -> list[LoadedPlugin]:
         """Return a trainer's parts, and those of the module's own methods."""
+        if not module.automatic_optimization:
+            return list(parts)
         replaced: dict[str, Any] = {
             "backward": OwnBackward,
             "configure_gradient_clipping": OwnClipping,
