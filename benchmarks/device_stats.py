@@ -26,8 +26,8 @@ from torch import nn
 from torch.nn import functional
 
 import geartrain as gt
-from geartrain_device_stats import DeviceStats
-from geartrain_device_stats.cpu import Cpu
+from geartrain_monitor.device_stats import DeviceStats
+from geartrain_monitor.device_stats.cpu import Cpu
 
 
 class MLP(gt.Module):

@@ -20,7 +20,7 @@ import torch
 from overhead import MLP, Stopwatch, compare
 
 import geartrain as gt
-from geartrain_profile import Profile
+from geartrain_monitor.profile import Profile
 
 
 def run(batches, width: int, plugins) -> tuple[float, float]:

@@ -265,7 +265,7 @@ def test_flag_with_a_value_is_refused(refused, words):
 
 
 def test_flag_of_a_plugin_that_is_not_installed_names_its_distribution(refused):
-    assert "pip install geartrain-profile" in refused("explain net.py --profile")
+    assert "pip install geartrain-monitor" in refused("explain net.py --profile")
 
 
 def test_misspelt_flag_is_refused(refused):

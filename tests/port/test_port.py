@@ -303,7 +303,7 @@ import pytorch_lightning as pl
 pl.callbacks.DeviceStatsMonitor()
 ->
 import geartrain as gt
-from geartrain_device_stats import DeviceStats
+from geartrain_monitor.device_stats import DeviceStats
 DeviceStats()
 """),
     # Calls.

@@ -498,7 +498,7 @@ def test_a_plugin_with_errors_are_warnings_causes_a_warning():
 def test_a_plugin_whose_missing_hooks_are_optional_causes_a_warning():
     with pytest.warns(
         UserWarning,
-        match=r"geartrain-device-stats\[device_stats\]: a Session never calls on_epoch_end, on_val",
+        match=r"geartrain-monitor\[device_stats\]: a Session never calls on_epoch_end, on_val",
     ):
         make(plugins=["device_stats"])
 

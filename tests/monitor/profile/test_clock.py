@@ -2,8 +2,8 @@
 
 import pytest
 
-from geartrain_profile import clock as module
-from geartrain_profile.clock import Clock
+from geartrain_monitor.profile import clock as module
+from geartrain_monitor.profile.clock import Clock
 
 
 @pytest.fixture

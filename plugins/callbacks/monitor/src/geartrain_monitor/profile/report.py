@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from geartrain_profile.clock import Reading
+from geartrain_monitor.profile.clock import Reading
 
 REST = "rest of the loop"
 #: The parts of a step, in the order of the table.

@@ -3,7 +3,7 @@
 import gzip
 import json
 
-from geartrain_profile.trace import merge
+from geartrain_monitor.profile.trace import merge
 
 
 def span(pid, tid, ts, **more):

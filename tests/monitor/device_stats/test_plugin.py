@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader
 
 import geartrain as gt
 from geartrain import hookimpl
-from geartrain_device_stats import DeviceStats, monitor
+from geartrain_monitor.device_stats import DeviceStats, monitor
 
 from .cases import CPU, Chip, FakeGpu, Logger, Net, Until, sampling, trainer
 
-DOWNHILL = str(Path(__file__).parents[1] / "integration" / "downhill.py")
+DOWNHILL = str(Path(__file__).parents[2] / "integration" / "downhill.py")
 pytestmark = pytest.mark.filterwarnings(
     "ignore:device_stats. cpu .* reports no figures:UserWarning"
 )
@@ -320,6 +320,6 @@ def test_wrong_values_name_the_plugins_that_may_have_given_them(second, problem)
         trainer(logger, FakeGpu(), second).fit(Net(), [torch.ones(2)])
     (text,) = [str(w.message) for w in said if "no more samples" in str(w.message)]
     assert problem in text
-    for name in ("OtherGpu", "FakeGpu", "geartrain-device-stats[device_stats]"):
+    for name in ("OtherGpu", "FakeGpu", "geartrain-monitor[device_stats]"):
         assert name in text
     assert not logger.samples

@@ -14,14 +14,14 @@ import torch
 
 from geartrain import TrainingError, UsageError, hookimpl
 from geartrain.plugin_api import write_text_file
-from geartrain_profile.clock import Clock, Reading, TimedBatches
-from geartrain_profile.report import PARTS, as_dict, make_report, table
-from geartrain_profile.trace import Recorder, merge
+from geartrain_monitor.profile.clock import Clock, Reading, TimedBatches
+from geartrain_monitor.profile.report import PARTS, as_dict, make_report, table
+from geartrain_monitor.profile.trace import Recorder, merge
 
 if TYPE_CHECKING:
     from geartrain import Plan, Run
 
-_WHOSE = "geartrain-profile[profile]"
+_WHOSE = "geartrain-monitor[profile]"
 #: Hooks of core's defaults that do nothing: a timer around them would cost more than they do.
 _EMPTY = ("micro_step", "reduce_gradients", "clip_gradients")
 #: ``step`` contains the other hooks of a step; ``device_stats`` runs in other threads.

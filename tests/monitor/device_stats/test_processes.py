@@ -5,9 +5,9 @@ from several_ranks import results
 
 from geartrain import hookimpl
 from geartrain.testing import ThreadRanks
-from geartrain_device_stats import DeviceStats
+from geartrain_monitor.device_stats import DeviceStats
 
-from ..spawn.models import Net as SpawnedNet, loader, trainer as spawning
+from ...spawn.models import Net as SpawnedNet, loader, trainer as spawning
 from .cases import FakeGpu, Logger, Net, Until, sampling, trainer
 
 

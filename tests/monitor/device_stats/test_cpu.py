@@ -6,8 +6,8 @@ import threading
 import psutil
 import pytest
 
-from geartrain_device_stats import cpu
-from geartrain_device_stats.cpu import NAMES, Cpu
+from geartrain_monitor.device_stats import cpu
+from geartrain_monitor.device_stats.cpu import NAMES, Cpu
 
 from .cases import CPU
 

@@ -10,7 +10,7 @@ from small_models import EvalNet, Logging, Net, assert_equal, fit, loader, train
 
 import geartrain as gt
 from geartrain import UsageError, hookimpl
-from geartrain_profile import Profile
+from geartrain_monitor.profile import Profile
 from geartrain_testing import run_plugin
 
 SHORT = {"wait": 1, "warmup": 1, "active": 2}
@@ -155,7 +155,7 @@ def test_manual_optimisation(tmp_path):
 
 
 def test_session_refuses_it():
-    message = r"geartrain-profile\[profile\]: a Session never calls on_validation"
+    message = r"geartrain-monitor\[profile\]: a Session never calls on_validation"
     with pytest.raises(UsageError, match=message):
         gt.Session(accelerator="cpu", devices=1, plugins=[Profile()])
 
@@ -170,7 +170,7 @@ def test_file_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch, capsys)
     def full(path, text):
         raise OSError("disk full")
 
-    monkeypatch.setattr("geartrain_profile.plugin.write_text_file", full)
+    monkeypatch.setattr("geartrain_monitor.profile.plugin.write_text_file", full)
     with pytest.warns(UserWarning, match="profile.json is not written: disk full"):
         fit(plugins=[Profile(trace=False)], output=tmp_path)
     assert rows(capsys.readouterr().out)["forward"] > 0

@@ -69,4 +69,4 @@ class Nodes:
 
 
 def _key(node: int) -> str:
-    return f"geartrain-device-stats/node{node}"
+    return f"geartrain-monitor/node{node}"

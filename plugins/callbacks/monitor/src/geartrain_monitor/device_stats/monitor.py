@@ -7,8 +7,8 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from geartrain import TrainingError
-from geartrain_device_stats.cpu import NAMES, Cpu
-from geartrain_device_stats.nodes import Nodes
+from geartrain_monitor.device_stats.cpu import NAMES, Cpu
+from geartrain_monitor.device_stats.nodes import Nodes
 
 if TYPE_CHECKING:
     from geartrain import Run

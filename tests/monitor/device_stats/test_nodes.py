@@ -13,7 +13,7 @@ from torch.distributed import DistError, TCPStore
 
 import geartrain as gt
 from geartrain import hookimpl
-from geartrain_device_stats.nodes import Nodes
+from geartrain_monitor.device_stats.nodes import Nodes
 
 from .cases import FakeGpu, Logger, Net, Until, sampling, trainer
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from geartrain import UsageError, hookimpl
 from geartrain.plugin_api import MappedBatches
-from geartrain_device_stats.cpu import SHORTEST
-from geartrain_device_stats.monitor import PATIENCE, Monitor
+from geartrain_monitor.device_stats.cpu import SHORTEST
+from geartrain_monitor.device_stats.monitor import PATIENCE, Monitor
 
 if TYPE_CHECKING:
     from geartrain import Run
@@ -37,7 +37,7 @@ class DeviceStats:
         number = isinstance(interval, int | float) and not isinstance(interval, bool)
         if not number or not SHORTEST <= interval <= threading.TIMEOUT_MAX:
             raise UsageError(
-                f"geartrain-device-stats[device_stats]: interval={interval!r} is not a number of "
+                f"geartrain-monitor[device_stats]: interval={interval!r} is not a number of "
                 f"seconds, at least {SHORTEST}. Fix: leave it out (5.0), or a longer one"
             )
         self.interval = float(interval)

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from geartrain_profile import Profile
+from geartrain_monitor.profile import Profile
 
-from ..spawn.models import Net, loader, trainer
+from ...spawn.models import Net, loader, trainer
 
 
 @pytest.mark.end_to_end  # test_trace.py merges without processes
