@@ -11,7 +11,7 @@ import geartrain as gt
 from geartrain import hookspecs
 from geartrain.planning.registry import Registry
 from geartrain_cli.arguments import Names, build_parser
-from geartrain_tuner.command import _OPTIONS
+from geartrain_tools.tuner.command import _OPTIONS
 
 DOCS = Path(__file__).parents[2] / "docs"
 HOOKS = [name for name, thing in vars(hookspecs).items() if hasattr(thing, "geartrain_spec")]

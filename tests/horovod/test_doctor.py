@@ -13,10 +13,10 @@ import pytest
 
 from geartrain import UsageError
 from geartrain.planning.registry import Registry
-from geartrain_doctor import software as doctor_software
-from geartrain_doctor.findings import examine
 from geartrain_horovod import checks, installed
 from geartrain_horovod.installed import torch_version
+from geartrain_tools.doctor import software as doctor_software
+from geartrain_tools.doctor.findings import examine
 
 needs_horovod = pytest.mark.horovod
 

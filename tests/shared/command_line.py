@@ -60,7 +60,7 @@ def installed(monkeypatch):
 
     Tests add others with ``install``.
     """
-    tools = ("callbacks", "cli", "csv", "doctor", "port", "report", "testing", "tuner")
+    tools = ("callbacks", "cli", "csv", "port", "testing", "tools")
     names = {"geartrain", *(f"geartrain-{tool}" for tool in tools)}
     real = geartrain.planning.registry.entry_points
     monkeypatch.setattr(

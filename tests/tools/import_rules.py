@@ -55,7 +55,7 @@ FORWARDS = {
     "geartrain.callbacks": "geartrain_callbacks",
     "geartrain.parallel": "geartrain_parallel",
     "geartrain.testing": "geartrain_testing",
-    "geartrain.tuning": "geartrain_tuner",
+    "geartrain.tuning": "geartrain_tools",
 }
 #: All modules of core that plugins may import.
 DOORS = {"geartrain", "geartrain.plugin_api", *FORWARDS}

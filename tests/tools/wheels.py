@@ -157,17 +157,17 @@ TOOLS = {
     "geartrain.callbacks.EarlyStopping": "geartrain-callbacks",
     "geartrain.parallel.ProcessGroupStrategy": "geartrain-parallel",
     "geartrain.testing.run_plugin": "geartrain-testing",
-    "geartrain.tuning.Tuner": "geartrain-tuner",
+    "geartrain.tuning.Tuner": "geartrain-tools",
     "geartrain.loggers.CSVLogger": "geartrain-csv",
     "geartrain.strategies.DDPStrategy": "geartrain-ddp",
 }
 TOOL_COMMANDS = {
     "conformance": "geartrain-testing",
-    "doctor": "geartrain-doctor",
+    "doctor": "geartrain-tools",
     "new": "geartrain-testing",
     "port": "geartrain-port",
-    "report": "geartrain-report",
-    "tune": "geartrain-tuner",
+    "report": "geartrain-tools",
+    "tune": "geartrain-tools",
 }
 
 

@@ -1,4 +1,4 @@
-"""``from geartrain.tuning import Tuner``: names of the distribution geartrain-tuner."""
+"""``from geartrain.tuning import Tuner``: names of the distribution geartrain-tools."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from typing import TYPE_CHECKING
 from geartrain.planning.lazy_exports import forward
 
 if TYPE_CHECKING:
-    from geartrain_tuner import *  # noqa: F403 (for type checkers and editors)
+    from geartrain_tools.tuner import *  # noqa: F403 (for type checkers and editors)
 
-__getattr__ = partial(forward, __name__, "geartrain_tuner")
+__getattr__ = partial(forward, __name__, "geartrain_tools.tuner")

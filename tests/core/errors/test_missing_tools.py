@@ -12,7 +12,7 @@ import geartrain_callbacks
 import geartrain_cli  # noqa: F401 (see alone)
 import geartrain_parallel
 import geartrain_testing
-import geartrain_tuner
+import geartrain_tools.tuner
 from geartrain.commands import main
 from geartrain.errors.known import KNOWN
 from geartrain.planning import registry
@@ -22,7 +22,7 @@ TOOLS = {
     "geartrain.callbacks": geartrain_callbacks,
     "geartrain.parallel": geartrain_parallel,
     "geartrain.testing": geartrain_testing,
-    "geartrain.tuning": geartrain_tuner,
+    "geartrain.tuning": geartrain_tools.tuner,
 }
 
 
@@ -32,13 +32,12 @@ def alone(monkeypatch):
     for package in (
         "callbacks",
         "csv",
-        "doctor",
         "manual",
         "parallel",
         "port",
         "session",
         "testing",
-        "tuner",
+        "tools",
     ):
         for name in [
             name for name in sys.modules if name.partition(".")[0] == f"geartrain_{package}"

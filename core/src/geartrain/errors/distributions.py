@@ -67,7 +67,7 @@ def import_from(package: str, wanted: str) -> ModuleType:
     """Import a package that another distribution of ours brings.
 
     Args:
-        package: its name; the distribution has the same, with dashes.
+        package: its name, or a module of it; the distribution has the package's, with dashes.
         wanted: the name that the user wrote, for the error.
 
     Raises:
@@ -76,8 +76,8 @@ def import_from(package: str, wanted: str) -> ModuleType:
     try:
         return import_module(package)
     except ModuleNotFoundError as error:
-        if error.name != package:
+        if error.name != package.partition(".")[0]:
             raise
-    distribution = package.replace("_", "-")
+    distribution = package.partition(".")[0].replace("_", "-")
     message = f"{wanted} is not installed. Fix: pip install {distribution}"
     raise MissingDistributionError(message, name=distribution)

@@ -32,11 +32,11 @@ KNOWN = {
     ("plugin", "mlflow"): "geartrain-mlflow",
     **{("command", name): "geartrain-cli" for name in _COMMANDS},
     ("command", "conformance"): "geartrain-testing",
-    ("command", "doctor"): "geartrain-doctor",
+    ("command", "doctor"): "geartrain-tools",
     ("command", "new"): "geartrain-testing",
     ("command", "port"): "geartrain-port",
-    ("command", "report"): "geartrain-report",
-    ("command", "tune"): "geartrain-tuner",
+    ("command", "report"): "geartrain-tools",
+    ("command", "tune"): "geartrain-tools",
 }
 
 #: All of geartrain's own distributions.

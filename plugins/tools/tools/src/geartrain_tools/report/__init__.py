@@ -1,0 +1,1 @@
+"""The command ``geartrain report``: one HTML page about one or several runs."""
