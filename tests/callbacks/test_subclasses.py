@@ -67,7 +67,7 @@ def fit(*callbacks, ranks=2, ckpt_path=None, **options):
 
 
 def test_every_callback_with_hookimpls_is_in_the_table():
-    public = map(vars(geartrain_callbacks).get, geartrain_callbacks.__all__)
+    public = [getattr(geartrain_callbacks, name) for name in geartrain_callbacks.__all__]
     assert {cls for cls in public if isinstance(cls, type) and issubclass(cls, PluginCallback)} == {
         *OPTIONS
     }

@@ -1,4 +1,4 @@
-"""The finders under ddp; tests/tuner/test_on_ranks.py has their results on ranks."""
+"""The finders under ddp; tests/toolbox/tuner/test_on_ranks.py has their results on ranks."""
 
 import json
 

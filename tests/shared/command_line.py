@@ -60,7 +60,7 @@ def installed(monkeypatch):
 
     Tests add others with ``install``.
     """
-    tools = ("callbacks", "cli", "csv", "port", "testing", "tools")
+    tools = ("callbacks", "cli", "port", "testing", "tools")
     names = {"geartrain", *(f"geartrain-{tool}" for tool in tools)}
     real = geartrain.planning.registry.entry_points
     monkeypatch.setattr(

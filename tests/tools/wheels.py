@@ -158,7 +158,7 @@ TOOLS = {
     "geartrain.parallel.ProcessGroupStrategy": "geartrain-parallel",
     "geartrain.testing.run_plugin": "geartrain-testing",
     "geartrain.tuning.Tuner": "geartrain-tools",
-    "geartrain.loggers.CSVLogger": "geartrain-csv",
+    "geartrain.loggers.CSVLogger": "geartrain-callbacks",
     "geartrain.strategies.DDPStrategy": "geartrain-ddp",
 }
 TOOL_COMMANDS = {
@@ -416,8 +416,8 @@ def missing_commands(scripts: Path, folder: Path):
         may_fail=True,
     )
     said = (
-        "Line.automatic_optimization = False needs geartrain-manual.\n"
-        "Fix: pip install geartrain-manual\n"
+        "Line.automatic_optimization = False needs geartrain-callbacks.\n"
+        "Fix: pip install geartrain-callbacks\n"
     )
     assert done.returncode == 2, done.stderr
     assert done.stderr.endswith(said), done.stderr

@@ -12,7 +12,7 @@ from geartrain import UsageError
 from geartrain.callbacks import ModelCheckpoint
 from geartrain.commands import main
 from geartrain.files.paths import user_path
-from geartrain_csv.logger import CSVLogger
+from geartrain_callbacks.csv_logger import CSVLogger
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ PLAN = {
     "strategy": {"name": "ddp", "distribution": "geartrain-ddp", "reason": "--strategy ddp"},
     "precision": {"name": "32-true", "distribution": "geartrain", "reason": "the default"},
     "processes": 2,
-    "plugins": [{"name": "csv", "distribution": "geartrain-csv", "reason": "--plugin csv"}],
+    "plugins": [{"name": "csv", "distribution": "geartrain-callbacks", "reason": "--plugin csv"}],
     "passed_over": {"geartrain-dp[dp]": "available"},
     "notes": {"learning rate": "is multiplied by 2"},
     "options": {"max_epochs": 3, "seed": 1},
@@ -88,7 +88,7 @@ def test_the_parts_of_a_page(run_folder, command, folder):
         "hello step 10",
         "weights histogram 1 step -1 1 step 10",
         "digit 3 8 step 10",
-        "plugin csv geartrain-csv --plugin csv",
+        "plugin csv geartrain-callbacks --plugin csv",
         "model.hidden 8 data.batch_size 4",
         "geartrain-dp[dp] available",
     ):

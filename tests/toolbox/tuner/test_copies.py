@@ -287,7 +287,7 @@ def test_plugins_that_watch_are_left_out_and_named(capsys, tmp_path):
     said = capsys.readouterr().err
     assert said.count("tune: plugins that watch a run are left out") == 1
     for label in (
-        "geartrain-csv[csv]",
+        "geartrain-callbacks[csv]",
         "Loggers",
         "Both",
         "Watches",

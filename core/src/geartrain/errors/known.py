@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 _CALLBACKS = (
-    *("accumulation_scheduler", "backbone_finetuning", "early_stopping", "ema", "lr_monitor"),
-    *("model_checkpoint", "model_summary", "nan_guard", "norms", "overfit", "prediction_writer"),
-    *("progress", "swa", "throughput", "timer"),
+    *("accumulation_scheduler", "backbone_finetuning", "compile", "csv", "early_stopping", "ema"),
+    *("lr_monitor", "manual_optimisation", "model_checkpoint", "model_summary", "nan_guard"),
+    *("norms", "overfit", "overrides", "prediction_writer", "progress", "swa", "throughput"),
+    "timer",
 )
 _COMMANDS = ("fit", "validate", "test", "predict", "explain", "plugins")
 #: (kind, name) -> the distribution of ours that provides it. Other names get no install line.
@@ -20,11 +21,7 @@ KNOWN = {
     ("strategy", "horovod"): "geartrain-horovod",
     ("strategy", "bagua"): "geartrain-bagua",
     **{("plugin", name): "geartrain-callbacks" for name in _CALLBACKS},
-    ("plugin", "compile"): "geartrain-compile",
-    ("plugin", "csv"): "geartrain-csv",
     ("plugin", "device_stats"): "geartrain-monitor",
-    ("plugin", "manual_optimisation"): "geartrain-manual",
-    ("plugin", "overrides"): "geartrain-manual",
     ("plugin", "profile"): "geartrain-monitor",
     ("plugin", "sync_batchnorm"): "geartrain-parallel",
     ("plugin", "tensorboard"): "geartrain-tensorboard",
@@ -40,7 +37,7 @@ KNOWN = {
 }
 
 #: All of geartrain's own distributions.
-DISTRIBUTIONS = {"geartrain", "geartrain-parallel", "geartrain-session", "geartrain-torchmetrics"}
+DISTRIBUTIONS = {"geartrain", "geartrain-parallel", "geartrain-session"}
 DISTRIBUTIONS.update(KNOWN.values())
 
 #: Hooks that geartrain's own distributions bring -> (kind, name) of the plugin.

@@ -17,7 +17,7 @@ def user_path(given: Any, name: str) -> Path:
     """Return the path that a user gave, with ``~`` expanded.
 
     Args:
-        name: the option, for errors: ``"output"``, ``"geartrain-csv[csv]: path"``.
+        name: the option, for errors: ``"output"``, ``"geartrain-callbacks[csv]: path"``.
 
     Raises:
         UsageError: a URL, the home folder of an unknown user, an empty string, or no path at all.

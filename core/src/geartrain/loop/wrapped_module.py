@@ -105,7 +105,7 @@ def as_module(command: str, model: Any, loss: Any, optimizer: Any) -> Any:
         raise UsageError(f"{model.__name__} is a class. Fix: {command}({model.__name__}(...), ...)")
     compiled = getattr(model, "_orig_mod", None)  # of the result of torch.compile
     if isinstance(compiled, Module):
-        vars(compiled)["_compile_with"] = model.dynamo_ctx  # for geartrain-compile
+        vars(compiled)["_compile_with"] = model.dynamo_ctx  # for the plugin compile
         model = compiled
     elif isinstance(model, Module):
         vars(model).pop("_compile_with", None)

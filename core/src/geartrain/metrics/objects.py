@@ -81,7 +81,7 @@ def refuse_unknown(name: str, value: nn.Module) -> None:
     if _is_of_torchmetrics(value):
         raise TrainingError(
             f"self.log({name!r}): {type(value).__name__} is an object of torchmetrics. "
-            "Fix: pip install geartrain-torchmetrics"
+            "Fix: pip install geartrain-callbacks"
         )
 
 
@@ -94,7 +94,7 @@ def warn_of_unknown(module: nn.Module) -> None:
     if name := next((name for name, part in modules if _is_of_torchmetrics(part)), None):
         warnings.warn(
             f"{type(module).__name__}.{name} is an object of torchmetrics: a run that resumes "
-            "within an epoch starts it from scratch. Fix: pip install geartrain-torchmetrics",
+            "within an epoch starts it from scratch. Fix: pip install geartrain-callbacks",
             stacklevel=2,
         )
 

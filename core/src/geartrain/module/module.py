@@ -155,7 +155,7 @@ class Module(HyperparametersMixin, nn.Module):
             name: the metric's name; with both ``on_step`` and ``on_epoch`` it becomes
                 ``name_step`` and ``name_epoch``.
             value: a number, a tensor of one element, or a torchmetrics ``Metric`` (with
-                ``geartrain-torchmetrics``).
+                ``geartrain-callbacks``).
             prog_bar: show it beside the progress bar.
             logger: pass it to the loggers.
             on_step: log the newest value every ``log_every_n_steps``; default: in
@@ -237,8 +237,8 @@ class Module(HyperparametersMixin, nn.Module):
         self._log_media("table", name, data, columns)
 
     def _log_media(self, kind: str, *arguments: Any) -> None:
-        callbacks = import_from("geartrain_callbacks", f"self.log_{kind}")
-        callbacks.media.log(self._run, kind, *arguments)
+        media = import_from("geartrain_callbacks.media", f"self.log_{kind}")
+        media.log(self._run, kind, *arguments)
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
         """Gather tensors and numbers from every rank. Every rank must call this.

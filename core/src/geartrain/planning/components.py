@@ -397,7 +397,7 @@ def _adapted(callback: Any, reason: str) -> LoadedPlugin:
         answer = write_instead("geartrain.callbacks", cls.__name__)
         hint = answer.removeprefix(". Write: ") or f"geartrain.callbacks.{cls.__name__}"
         raise UsageError(f"{message}. Fix: use {hint}")
-    adapter = import_from("geartrain_callbacks", f"callbacks={cls.__name__}(...)").callback.Adapter
+    adapter = import_from("geartrain_callbacks.callback", f"callbacks={cls.__name__}(...)").Adapter
     return LoadedPlugin(PluginInfo(cls.__name__, "plugin", None, None, reason), adapter(callback))
 
 

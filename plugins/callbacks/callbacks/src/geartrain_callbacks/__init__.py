@@ -6,27 +6,30 @@ Select one like any plugin: ``Trainer(plugins=[EarlyStopping("val_loss")])`` or
 
 from __future__ import annotations
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from geartrain_callbacks._version import __version__ as __version__
-from geartrain_callbacks.accumulation_scheduler import GradientAccumulationScheduler
-from geartrain_callbacks.callback import NOT_CALLED, Callback
-from geartrain_callbacks.combined import CombinedLoader
-from geartrain_callbacks.early_stopping import EarlyStopping
-from geartrain_callbacks.ema import EMA
-from geartrain_callbacks.finetuning import BackboneFinetuning, BaseFinetuning
-from geartrain_callbacks.lambda_callback import LambdaCallback
-from geartrain_callbacks.lr_monitor import LearningRateMonitor
-from geartrain_callbacks.media import Histogram, Media, Table
-from geartrain_callbacks.model_checkpoint import ModelCheckpoint
-from geartrain_callbacks.model_summary import ModelSummary
-from geartrain_callbacks.nan_guard import NaNGuard
-from geartrain_callbacks.norms import Norms
-from geartrain_callbacks.prediction_writer import BasePredictionWriter, PredictionWriter
-from geartrain_callbacks.progress_bar import ProgressBar
-from geartrain_callbacks.swa import StochasticWeightAveraging
-from geartrain_callbacks.throughput import Throughput
-from geartrain_callbacks.timer import Timer
+
+if TYPE_CHECKING:
+    from geartrain_callbacks.accumulation_scheduler import GradientAccumulationScheduler
+    from geartrain_callbacks.callback import NOT_CALLED, Callback
+    from geartrain_callbacks.combined import CombinedLoader
+    from geartrain_callbacks.early_stopping import EarlyStopping
+    from geartrain_callbacks.ema import EMA
+    from geartrain_callbacks.finetuning import BackboneFinetuning, BaseFinetuning
+    from geartrain_callbacks.lambda_callback import LambdaCallback
+    from geartrain_callbacks.lr_monitor import LearningRateMonitor
+    from geartrain_callbacks.media import Histogram, Media, Table
+    from geartrain_callbacks.model_checkpoint import ModelCheckpoint
+    from geartrain_callbacks.model_summary import ModelSummary
+    from geartrain_callbacks.nan_guard import NaNGuard
+    from geartrain_callbacks.norms import Norms
+    from geartrain_callbacks.prediction_writer import BasePredictionWriter, PredictionWriter
+    from geartrain_callbacks.progress_bar import ProgressBar
+    from geartrain_callbacks.swa import StochasticWeightAveraging
+    from geartrain_callbacks.throughput import Throughput
+    from geartrain_callbacks.timer import Timer
 
 __all__ = [
     "EMA",
@@ -54,9 +57,35 @@ __all__ = [
     "Timer",
 ]
 
+#: Module -> its names, imported on first use: a run with ``--plugin csv`` needs no other callback.
+_NAMES = {
+    "accumulation_scheduler": "GradientAccumulationScheduler",
+    "callback": "NOT_CALLED Callback",
+    "combined": "CombinedLoader",
+    "early_stopping": "EarlyStopping",
+    "ema": "EMA",
+    "finetuning": "BackboneFinetuning BaseFinetuning",
+    "lambda_callback": "LambdaCallback",
+    "lr_monitor": "LearningRateMonitor",
+    "media": "Histogram Media Table",
+    "model_checkpoint": "ModelCheckpoint",
+    "model_summary": "ModelSummary",
+    "nan_guard": "NaNGuard",
+    "norms": "Norms",
+    "prediction_writer": "BasePredictionWriter PredictionWriter",
+    "progress_bar": "ProgressBar",
+    "swa": "StochasticWeightAveraging",
+    "throughput": "Throughput",
+    "timer": "Timer",
+}
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+
 
 def __getattr__(name: str) -> Any:
-    """Raise for a name that does not exist; for a name of Lightning, name the replacement."""
+    """Import a name. For a name of Lightning that does not exist, name the replacement."""
+    if name in _HOMES:
+        globals()[name] = getattr(import_module(f"geartrain_callbacks.{_HOMES[name]}"), name)
+        return globals()[name]
     from geartrain.plugin_api import write_instead
 
     if not name.startswith("_") and (answer := write_instead("geartrain.callbacks", name)):

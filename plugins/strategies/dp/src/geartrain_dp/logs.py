@@ -13,8 +13,8 @@ import torch
 
 from geartrain import Run, TrainingError
 from geartrain.plugin_api import reductions
+from geartrain_callbacks.torchmetrics_objects import is_metric
 from geartrain_dp.metrics import PartMetrics, Seen, whole_batch
-from geartrain_torchmetrics import is_metric
 
 
 @dataclass(slots=True)

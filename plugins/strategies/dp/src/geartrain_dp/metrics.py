@@ -13,7 +13,7 @@ from torch import nn
 
 from geartrain import TrainingError
 from geartrain.plugin_api import map_tensors, move
-from geartrain_torchmetrics import find_metrics, is_metric, replace_metric
+from geartrain_callbacks.torchmetrics_objects import find_metrics, is_metric, replace_metric
 
 #: torchmetrics' wrapper that keeps a window of updates. This module never imports torchmetrics.
 _WINDOW = ("torchmetrics.wrappers.running", "Running")

@@ -54,7 +54,7 @@ class ProcessGroupStrategy:
     ) -> list[nn.Parameter]:
         """Average gradients over ranks; see :func:`geartrain.parallel.average_gradients`.
 
-        geartrain-manual calls it after each backward.
+        manual optimisation calls it after each backward.
         """
         return collectives.average_gradients(run, parameters, changed)
 

@@ -100,7 +100,7 @@ INSTEAD = {
     "RichProgressBar": _PROGRESS_BAR,
     "TQDMProgressBar": _PROGRESS_BAR,
     "OnExceptionCheckpoint": "ModelCheckpoint, or your own Callback with on_exception",
-    "metrics": "the package torchmetrics; with geartrain-torchmetrics, self.log takes its objects",
+    "metrics": "the package torchmetrics; with geartrain-callbacks, self.log takes its objects",
     "callbacks": "a subclass of geartrain.callbacks.Callback, see docs/callbacks.md",
     "loggers": "a plugin with a log_metrics hook, see docs/write-a-plugin.md",
     "strategies": "an installed strategy (geartrain plugins), or see docs/write-a-strategy.md",

@@ -1,7 +1,9 @@
 """The plugin ``csv``: the file always is a complete table and is never overwritten."""
 
 import csv
+import importlib
 import math
+import sys
 import warnings
 from contextlib import contextmanager
 
@@ -11,10 +13,10 @@ from small_models import EvalNet, Logging, fit, loader, trainer
 from threads import on_threads
 
 from geartrain import TrainingError, UsageError, hookimpl
-from geartrain_csv import logger as module
-from geartrain_csv.logger import CSVLogger, Table
+from geartrain_callbacks import csv_logger as module
+from geartrain_callbacks.csv_logger import CSVLogger, Table
 
-from .cases import open_files
+from ..loggers.cases import open_files
 
 try:
     import resource
@@ -22,6 +24,14 @@ except ImportError:
     resource = None
 
 OWN = ["step", "epoch", "stage"]
+
+
+def test_it_imports_no_callback(monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "geartrain_callbacks"]:
+        monkeypatch.delitem(sys.modules, name)
+    importlib.import_module("geartrain_callbacks.csv_logger")
+    found = {name for name in sys.modules if name.startswith("geartrain_callbacks.")}
+    assert found == {f"geartrain_callbacks.{name}" for name in ("_version", "csv_logger")}
 
 
 def read(path):
@@ -119,7 +129,7 @@ def test_a_second_fit_and_a_test_append_to_it(tmp_path):
 def test_an_existing_file_is_never_overwritten(tmp_path):
     file = tmp_path / "metrics.csv"
     file.write_text("mine")
-    message = r"geartrain-csv\[csv\].*metrics\.csv.*nothing is overwritten"
+    message = r"geartrain-callbacks\[csv\].*metrics\.csv.*nothing is overwritten"
     for options in ({"output": tmp_path, "plugins": "csv"}, {"plugins": CSVLogger(str(file))}):
         with pytest.raises(UsageError, match=message):
             fit(**options)
@@ -135,7 +145,7 @@ def test_a_file_of_another_kind_is_not_added_to(tmp_path):
 
 def test_no_place_to_write_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=r"geartrain-csv\[csv\].*--output DIR"):
+    with pytest.raises(UsageError, match=r"geartrain-callbacks\[csv\].*--output DIR"):
         fit(plugins="csv")
 
 
@@ -223,7 +233,7 @@ def train_on_a_full_disk(late):
 def test_a_full_disk_leaves_a_right_table_and_one_warning(tmp_path, late):
     """In a process with a limit on file sizes; ``late``: it is reached in a copy of the table."""
     ((warning,),) = results(tmp_path, train_on_a_full_disk, late, ranks=1, place="alone")
-    assert "geartrain-csv[csv]: log_metrics raised TrainingError: disk full" in warning
+    assert "geartrain-callbacks[csv]: log_metrics raised TrainingError: disk full" in warning
     lines = read(tmp_path / "m.csv")
     assert [int(line["step"]) for line in lines] == list(range(1, len(lines) + 1))
     assert 5 < len(lines) < 15
@@ -233,7 +243,9 @@ def test_a_full_disk_leaves_a_right_table_and_one_warning(tmp_path, late):
 def test_a_file_in_place_of_the_folder_is_one_warning(tmp_path):
     (tmp_path / "folder").write_text("mine")
     plugin = CSVLogger(str(tmp_path / "folder" / "m.csv"))
-    with pytest.warns(UserWarning, match=r"geartrain-csv\[csv\]: on_run_start raised") as caught:
+    with pytest.warns(
+        UserWarning, match=r"geartrain-callbacks\[csv\]: on_run_start raised"
+    ) as caught:
         one = fit(Logs(), plugins=[plugin], log_every_n_steps=1)
     assert one.global_step == 6
     assert sum("csv" in str(warning.message) for warning in caught) == 1

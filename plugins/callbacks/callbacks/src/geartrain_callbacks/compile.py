@@ -13,7 +13,7 @@ from torch import nn
 from geartrain import Module, Plan, TrainingError, UsageError, hookimpl
 from geartrain.plugin_api import libraries, nearest, overridden
 
-_WHO = "geartrain-compile[compile]"
+_WHO = "geartrain-callbacks[compile]"
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from geartrain import Run, TrainingError, hookimpl
 from geartrain.plugin_api import SKIPPED, ScaledPrecision, parameters_of
-from geartrain_manual.gradients import changed_since, gradients_now
+from geartrain_callbacks.manual.gradients import changed_since, gradients_now
 
 
 class _Now(Enum):

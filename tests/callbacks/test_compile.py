@@ -14,7 +14,7 @@ import geartrain as gt
 from geartrain import UsageError
 from geartrain.callbacks import EMA, ModelCheckpoint
 from geartrain.testing import run_plugin
-from geartrain_compile import Compile
+from geartrain_callbacks.compile import Compile
 
 Eager = partial(Compile, backend="eager", fullgraph=True)
 
@@ -275,7 +275,7 @@ def test_an_error_of_the_compiler_names_the_plugin():
 
     with pytest.raises(torch._dynamo.exc.TorchDynamoException) as caught:
         fit(Breaks(), plugins=[Eager()])
-    assert any("geartrain-compile[compile]" in note for note in caught.value.__notes__)
+    assert any("geartrain-callbacks[compile]" in note for note in caught.value.__notes__)
     failing = Net(lambda parameters: 1 / 0)
     with pytest.raises(ZeroDivisionError) as caught:
         fit(failing, plugins=[Eager()])

@@ -38,7 +38,7 @@ class CSVLogger:
     errors_are_warnings = True
 
     def __init__(self, path: str | None = None) -> None:
-        self.path = None if path is None else user_path(path, "geartrain-csv[csv]: path")
+        self.path = None if path is None else user_path(path, "geartrain-callbacks[csv]: path")
         self._began = False
         self._table: Table | None = None
 
@@ -49,7 +49,7 @@ class CSVLogger:
         path = self._path(plan)
         if path is None:
             raise UsageError(
-                "geartrain-csv[csv] has no file to write. "
+                "geartrain-callbacks[csv] has no file to write. "
                 "Fix: --csv.path FILE, or a folder for the run (--output DIR)"
             )
         # Check only before the first run of this object, because later runs append to the file,
@@ -57,7 +57,7 @@ class CSVLogger:
         first = starts_rank_0(detect(), plan.num_nodes)
         if first and not self._began and not plan.resumes and path.exists():
             raise UsageError(
-                f"geartrain-csv[csv]: {str(path)!r} exists, and nothing is overwritten. "
+                f"geartrain-callbacks[csv]: {str(path)!r} exists, and nothing is overwritten. "
                 "Fix: use another path, or remove it"
             )
         self._began = True

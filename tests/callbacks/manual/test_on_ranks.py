@@ -6,7 +6,7 @@ from regression import samples
 from threads import equal, on_threads
 from torch.utils.data import DataLoader
 
-from ..ddp.manual import STEPS, Two, by_hand
+from ...ddp.manual import STEPS, Two, by_hand
 
 
 @pytest.mark.parametrize("how", STEPS)

@@ -11,7 +11,7 @@ from torchmetrics.classification import BinaryAccuracy, BinaryPrecision, BinaryR
 from torchmetrics.regression import MeanSquaredError, SpearmanCorrCoef
 
 from geartrain import TrainingError
-from geartrain_torchmetrics.objects import find_metrics, temporary_copies
+from geartrain_callbacks.torchmetrics_objects import find_metrics, temporary_copies
 
 
 class Measured(EvalNet):
@@ -189,7 +189,7 @@ def test_unsupported_values_are_refused(log, words):
 
 def test_without_the_distribution_the_error_ends_in_the_install_line(monkeypatch):
     monkeypatch.setattr("geartrain.metrics.objects._declared", tuple)
-    fix = "is an object of torchmetrics.*Fix: pip install geartrain-torchmetrics"
+    fix = "is an object of torchmetrics.*Fix: pip install geartrain-callbacks"
     with pytest.raises(TrainingError, match=rf"'mse'\): MeanSquaredError {fix}"):
         trainer().validate(Measured(), loader())
 

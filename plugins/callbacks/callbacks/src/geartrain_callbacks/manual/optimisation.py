@@ -30,12 +30,12 @@ from geartrain.plugin_api import (
     mean_over_ranks,
     parameters_of,
 )
-from geartrain_manual.clipping import check_clip
-from geartrain_manual.gradients import changed_since, gradients_now
-from geartrain_manual.scaling import ManuallyScaledPrecision
+from geartrain_callbacks.manual.clipping import check_clip
+from geartrain_callbacks.manual.gradients import changed_since, gradients_now
+from geartrain_callbacks.manual.scaling import ManuallyScaledPrecision
 
 #: The distributions whose ``backward`` hook uses the options of ``manual_backward``.
-_TAKE_OPTIONS = ("geartrain", "geartrain-manual")
+_TAKE_OPTIONS = ("geartrain", "geartrain-callbacks")
 
 
 class ManualOptimisation:

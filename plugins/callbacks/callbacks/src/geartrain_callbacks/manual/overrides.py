@@ -23,7 +23,7 @@ from geartrain.plugin_api import (
     overridden,
     parameters_of,
 )
-from geartrain_manual.clipping import check_clip
+from geartrain_callbacks.manual.clipping import check_clip
 
 
 class Overrides:

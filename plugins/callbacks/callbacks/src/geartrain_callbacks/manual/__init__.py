@@ -1,0 +1,1 @@
+"""``automatic_optimization = False``, and a module's own ``optimizer_step`` and the like."""
