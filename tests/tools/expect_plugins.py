@@ -2,25 +2,8 @@
 
 import subprocess
 import sys
-import tomllib
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-
-
-def declared(folder: Path) -> list[str]:
-    """Return the names of a distribution's plugins."""
-    groups = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"].get(
-        "entry-points", {}
-    )
-    # Vocabularies, launchers and libraries cannot be selected.
-    others = ("geartrain.hints", "geartrain.implied", "geartrain.launchers", "geartrain.metrics")
-    return [
-        name
-        for group, names in groups.items()
-        if group.startswith("geartrain.") and group not in others
-        for name in names
-    ]
+from distributions import CORE, PLUGINS
 
 
 def main() -> None:
@@ -32,10 +15,16 @@ def main() -> None:
     found = subprocess.run(
         [sys.executable, "-I", "-c", script], check=True, capture_output=True, text=True, timeout=60
     ).stdout.split()
-    names = sys.argv[1:]
-    folders = [path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml")]
-    chosen = [folder for folder in folders if names == ["all"] or folder.name in names]
-    wanted = sorted({name for folder in (ROOT / "core", *chosen) for name in declared(folder)})
+    folders = sys.argv[1:]
+    chosen = [plugin for plugin in PLUGINS if folders == ["all"] or plugin.folder.name in folders]
+    wanted = sorted(
+        {
+            name
+            for distribution in (CORE, *chosen)
+            for names in distribution.names.values()
+            for name in names
+        }
+    )
     if found != wanted:
         sys.exit(f"installed plugins are {found}, but this environment should have {wanted}")
     print("plugins:", *found)

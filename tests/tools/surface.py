@@ -21,8 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "tests" / "surface.json"
 CORE = ROOT / "core" / "src"
-FOLDERS = [path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml")]
-PROJECTS = [ROOT / "core", *sorted(FOLDERS, key=lambda folder: folder.name)]
+PROJECTS = [ROOT / "core", *sorted(path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml"))]
 VAGUE = re.compile("what|fix|why|mine|theirs|ours|own|its|one|odd|here|left|whose|said|now|rest")
 
 

@@ -161,14 +161,6 @@ TOOLS = {
     "geartrain.loggers.CSVLogger": "geartrain-callbacks",
     "geartrain.strategies.DDPStrategy": "geartrain-ddp",
 }
-TOOL_COMMANDS = {
-    "conformance": "geartrain-testing",
-    "doctor": "geartrain-tools",
-    "new": "geartrain-testing",
-    "port": "geartrain-port",
-    "report": "geartrain-tools",
-    "tune": "geartrain-tools",
-}
 
 
 def call(*command, cwd=None, may_fail=False, seconds=300):
@@ -353,7 +345,13 @@ def check(
         )
         said.append(one)
     if requirement.name == "geartrain-cli":
-        said.append(missing_commands(scripts, folder))
+        missing = {
+            point.name: other
+            for other in sorted(own.keys() - installed)
+            for point in own[other].entry_points
+            if point.group == "geartrain.commands"
+        }
+        said.append(missing_commands(scripts, folder, missing))
     if requirement.name == "geartrain-session":
         (folder / "loop.py").write_text(LOOP, encoding="utf-8")
         assert call(scripts / "python", "loop.py", cwd=folder).stdout == "steps: 1\n"
@@ -397,12 +395,15 @@ def alone(scripts: Path, folder: Path, packages: Packages):
     yield f"{len(TOOLS) + 1} tools that are missing"
 
 
-def missing_commands(scripts: Path, folder: Path):
+def missing_commands(scripts: Path, folder: Path, missing: dict[str, str]):
     """Call commands of other distributions, and manual optimisation, without them installed.
 
     Return facts to print.
+
+    Args:
+        missing: a command -> its distribution.
     """
-    for command, home in TOOL_COMMANDS.items():
+    for command, home in missing.items():
         done = call(scripts / "geartrain", command, cwd=folder, may_fail=True)
         said = (
             f"geartrain {command}: geartrain {command} is not installed.\nFix: pip install {home}\n"
@@ -421,7 +422,7 @@ def missing_commands(scripts: Path, folder: Path):
     )
     assert done.returncode == 2, done.stderr
     assert done.stderr.endswith(said), done.stderr
-    return f"{len(TOOL_COMMANDS)} commands and manual optimisation that are missing"
+    return f"{len(missing)} commands and manual optimisation that are missing"
 
 
 def added_target(folder: Path, plugin: str):

@@ -2,43 +2,36 @@
 
 from __future__ import annotations
 
-_CALLBACKS = (
-    *("accumulation_scheduler", "backbone_finetuning", "compile", "csv", "early_stopping", "ema"),
-    *("lr_monitor", "manual_optimisation", "model_checkpoint", "model_summary", "nan_guard"),
-    *("norms", "overfit", "overrides", "prediction_writer", "progress", "swa", "throughput"),
-    "timer",
-)
-_COMMANDS = ("fit", "validate", "test", "predict", "explain", "plugins")
+#: Distribution of ours, a kind, and the names of this kind that it provides.
+PROVIDED = """
+generated: distributions
+geartrain-bagua strategy bagua
+geartrain-callbacks plugin accumulation_scheduler backbone_finetuning compile csv early_stopping ema
+geartrain-callbacks plugin lr_monitor manual_optimisation model_checkpoint model_summary nan_guard
+geartrain-callbacks plugin norms overfit overrides prediction_writer progress swa throughput timer
+geartrain-cli command explain fit plugins predict test validate
+geartrain-cuda accelerator cuda
+geartrain-ddp strategy ddp
+geartrain-dp strategy ddp2 dp
+geartrain-horovod strategy horovod
+geartrain-mlflow plugin mlflow
+geartrain-monitor plugin device_stats profile
+geartrain-mps accelerator mps
+geartrain-parallel plugin sync_batchnorm
+geartrain-port command port
+geartrain-session
+geartrain-spawn strategy ddp_spawn spawn
+geartrain-tensorboard plugin tensorboard
+geartrain-testing command conformance new
+geartrain-tools command doctor report tune
+geartrain-wandb plugin wandb
+end of distributions
+"""
+_ROWS = [line.split() for line in PROVIDED.splitlines() if line.startswith("geartrain-")]
 #: (kind, name) -> the distribution of ours that provides it. Other names get no install line.
-KNOWN = {
-    ("accelerator", "cuda"): "geartrain-cuda",
-    ("accelerator", "mps"): "geartrain-mps",
-    ("strategy", "dp"): "geartrain-dp",
-    ("strategy", "ddp2"): "geartrain-dp",
-    ("strategy", "ddp"): "geartrain-ddp",
-    ("strategy", "ddp_spawn"): "geartrain-spawn",
-    ("strategy", "spawn"): "geartrain-spawn",
-    ("strategy", "horovod"): "geartrain-horovod",
-    ("strategy", "bagua"): "geartrain-bagua",
-    **{("plugin", name): "geartrain-callbacks" for name in _CALLBACKS},
-    ("plugin", "device_stats"): "geartrain-monitor",
-    ("plugin", "profile"): "geartrain-monitor",
-    ("plugin", "sync_batchnorm"): "geartrain-parallel",
-    ("plugin", "tensorboard"): "geartrain-tensorboard",
-    ("plugin", "wandb"): "geartrain-wandb",
-    ("plugin", "mlflow"): "geartrain-mlflow",
-    **{("command", name): "geartrain-cli" for name in _COMMANDS},
-    ("command", "conformance"): "geartrain-testing",
-    ("command", "doctor"): "geartrain-tools",
-    ("command", "new"): "geartrain-testing",
-    ("command", "port"): "geartrain-port",
-    ("command", "report"): "geartrain-tools",
-    ("command", "tune"): "geartrain-tools",
-}
-
+KNOWN = {(row[1], name): row[0] for row in _ROWS for name in row[2:]}
 #: All of geartrain's own distributions.
-DISTRIBUTIONS = {"geartrain", "geartrain-parallel", "geartrain-session"}
-DISTRIBUTIONS.update(KNOWN.values())
+DISTRIBUTIONS = {"geartrain", *(row[0] for row in _ROWS)}
 
 #: Hooks that geartrain's own distributions bring -> (kind, name) of the plugin.
 HOOKS = {"reduce_bucket": ("strategy", "ddp")}
