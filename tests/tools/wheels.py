@@ -60,6 +60,7 @@ ADDED = {
             )
         },
     ),
+    "overfit": (["--overfit-batches", "1"], {}),
     "sync_batchnorm": (["--sync-batchnorm", "true"], {}),
 }
 #: Plugins that this machine may be unable to use -> words of the error.
@@ -153,6 +154,7 @@ with gt.Session(accelerator="cpu") as session:
 TOOLS = {
     "geartrain.Session": "geartrain-session",
     "geartrain.Fabric": "geartrain-session",
+    "geartrain.CombinedLoader": "geartrain-callbacks",
     "geartrain.cli": "geartrain-cli",
     "geartrain.callbacks.EarlyStopping": "geartrain-callbacks",
     "geartrain.parallel.ProcessGroupStrategy": "geartrain-parallel",
