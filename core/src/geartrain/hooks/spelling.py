@@ -7,33 +7,31 @@ import inspect
 import types
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 from typing import Any
 
 from geartrain.errors import UsageError
 from geartrain.errors.hints import hint
 
+_STAGES = ("training", "validation", "test")
+_STEPS = frozenset(f"{stage}_step" for stage in (*_STAGES, "predict"))
 #: Methods of a DataModule.
 DATA = frozenset(f"{stage}_dataloader" for stage in ("train", "val", "test", "predict"))
 DATA |= {"prepare_data", "setup", "teardown"}
-_STAGES = ("training", "validation", "test")
-_STEPS = frozenset(f"{stage}_step" for stage in (*_STAGES, "predict"))
-#: Methods of a Module, besides its ``on_`` methods.
-MODULE = DATA | _STEPS | {"configure_optimizers", "transfer_batch_to_device"}
 #: Methods of a Module that replace a part of the training step.
 OVERRIDES = frozenset({"backward", "configure_gradient_clipping", "lr_scheduler_step"})
 OVERRIDES |= {"optimizer_step", "optimizer_zero_grad"}
-MODULE |= OVERRIDES | {"configure_callbacks"}
-MODULE |= {f"{stage}_{end}" for stage in _STAGES for end in ("step_end", "epoch_end")}
+#: Methods of a Module, besides its ``on_`` methods.
+MODULE = DATA | _STEPS | OVERRIDES | {f"{stage}_epoch_end" for stage in _STAGES}
+MODULE |= {f"{stage}_step_end" for stage in _STAGES}
+MODULE |= {"configure_callbacks", "configure_optimizers", "transfer_batch_to_device"}
 #: Methods of a plugin or callback that are no hooks, of any plugin, and of one kind of plugin.
 STATE = frozenset({"state_dict", "load_state_dict"})
-_OF_ANY_PLUGIN = STATE | {"diagnose", "more_options"}
-_OF_ACCELERATORS = {"unavailable", "device_count", "select_devices"}
-_METHODS_OF = {"strategy": {"notes"}, "accelerator": _OF_ACCELERATORS}
-
+_METHODS_OF = {"": STATE | {"diagnose", "more_options"}, "strategy": {"notes"}}
+_METHODS_OF["accelerator"] = {"unavailable", "device_count", "select_devices"}
 
 _NAMES = (set, frozenset, list, tuple)
-_FLAGS = ["automatic_optimization", "errors_are_warnings", "same_on_all_ranks"]
+_FLAGS = ("automatic_optimization", "errors_are_warnings", "same_on_all_ranks")
 #: Attributes that are no methods -> the type that geartrain reads. A user's value of another type
 #: has another purpose.
 _VALUES: Mapping[str, Any] = {
@@ -43,21 +41,13 @@ _VALUES: Mapping[str, Any] = {
     "capabilities": Mapping,
     "priority": int | float,
 }
-_VALUES_OF = {
-    "strategy": {"capabilities", "needs_function"},
-    "accelerator": {"priority", "indexed"},
-}
+_VALUES_OF = {"strategy": {"capabilities", "needs_function"}}
+_VALUES_OF["accelerator"] = {"priority", "indexed"}
 #: Attributes that every kind of plugin may have, and a callback may not.
 OF_PLUGINS = frozenset({"replaces", "must_own", "errors_are_warnings", "hookspecs"})
-
 #: Different words of one meaning.
 _SAME = {"train": "training", "begin": "start", "prediction": "predict"}
 _SAME |= dict.fromkeys(["val", "valid", "validate"], "validation")
-#: Two words with a higher ratio are one word and its misspelling: "steps" and "step" are, "text"
-#: and "test" are not.
-_ALIKE = 0.75
-#: The ratio for names of one word: "replace" is "replaces", and "launched" is not "launch".
-_ALIKE_ALONE = 0.9
 
 
 def refuse_misspelt(
@@ -98,7 +88,7 @@ def refuse_misspelt(
 
 def refuse_misspelt_of_plugin(plugin: Any, kind: str, whose: str, hooks: Iterable[str]) -> None:
     """Refuse misspelt attributes of a plugin, strategy or accelerator; ``hooks`` are all hooks."""
-    methods = {*hooks, *_OF_ANY_PLUGIN, *_METHODS_OF.get(kind, ())}
+    methods = {*hooks, *_METHODS_OF[""], *_METHODS_OF.get(kind, ())}
     values = OF_PLUGINS | {"same_on_all_ranks"} | _VALUES_OF.get(kind, set())
     refuse_misspelt(plugin, whose, methods, values)
     refuse_half_a_state(plugin, whose)
@@ -110,13 +100,11 @@ def refuse_half_a_state(thing: Any, whose: str) -> None:
     Raises:
         UsageError: one is missing; the message has its name.
     """
-    found = sorted(name for name in STATE if callable(getattr(thing, name, None)))
-    if len(found) == 1:
-        missing = next(iter(STATE - {*found}))
-        raise UsageError(
-            f"{whose}: it has {found[0]} and no {missing}, so no checkpoint would hold its state. "
-            f"Fix: add {missing}"
-        )
+    missing = [name for name in STATE if not callable(getattr(thing, name, None))]
+    if len(missing) == 1:
+        has = f"it has {min(STATE - {*missing})} and no {missing[0]}"
+        message = f"{whose}: {has}, so no checkpoint would hold its state"
+        raise UsageError(f"{message}. Fix: add {missing[0]}")
 
 
 def warn_of_others(
@@ -161,21 +149,20 @@ def nearly(name: str, known: frozenset[str]) -> str | None:
     """
     if name in known or any(character.isdigit() for character in name):
         return None
-    found = {
-        o: SequenceMatcher(None, name, o).ratio() for o in known if _misspells(name.lower(), o)
-    }
-    return min(found, default=None, key=lambda other: (-found[other], other))
+    found = get_close_matches(name, sorted(o for o in known if _misspells(name.lower(), o)), 1, 0)
+    return found[0] if found else None
 
 
 def _misspells(name: str, known: str) -> bool:
     words, others = name.split("_"), known.split("_")
-    if len(words) != len(others):
+    if len(words) != len(others) or "".join(words) == "".join(others):
         return "".join(words) == "".join(others)
-    alike = _ALIKE if len(words) > 1 else _ALIKE_ALONE
+    # For one word higher: "steps" is "step" in a name of several, and "launched" is not "launch".
+    cutoff = 0.76 if len(words) > 1 else 0.9
     return all(
-        sorted(word) == sorted(other)
-        or _SAME.get(word, word) == _SAME.get(other, other)
-        or SequenceMatcher(None, word, other).ratio() > alike
+        _SAME.get(word, word) == _SAME.get(other, other)
+        # with sorted letters: two exchanged letters make no difference
+        or get_close_matches("".join(sorted(word)), ["".join(sorted(other))], 1, cutoff)
         for word, other in zip(words, others, strict=True)
     )
 
@@ -203,13 +190,9 @@ def _public(spaces: Iterable[_Space], base: type) -> Iterator[tuple[_Space, str,
 
 def _is_called(name: str, spaces: Iterable[_Space]) -> bool:
     """True if another function of the class, or of the module, uses the name."""
-    others = [value for space in spaces for key, value in space.items() if key != name]
-    functions = [inspect.unwrap(other) for other in others if inspect.isroutine(other)]
-    return any(
-        _uses(function.__code__, name) for function in functions if hasattr(function, "__code__")
-    )
-
-
-def _uses(code: types.CodeType, name: str) -> bool:
-    inner = (part for part in code.co_consts if isinstance(part, types.CodeType))
-    return name in code.co_names or any(_uses(part, name) for part in inner)
+    values = [value for space in spaces for key, value in space.items() if key != name]
+    functions = [inspect.unwrap(value) for value in values if inspect.isroutine(value)]
+    codes = [function.__code__ for function in functions if hasattr(function, "__code__")]
+    for code in codes:  # the list grows by the functions in functions
+        codes.extend(inner for inner in code.co_consts if isinstance(inner, types.CodeType))
+    return any(name in code.co_names for code in codes)
