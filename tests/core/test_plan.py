@@ -406,6 +406,13 @@ def test_trainer_of_assumed_hardware_runs_nothing(dists):
         planned(accelerator="cuda", devices=1, assume={"cuda": 8}).fit(Net(), [1])
 
 
+@pytest.mark.parametrize(
+    "precision", ["64-true", "bf16-true", "16-mixed", "bf16-mixed", "bf16", 16]
+)
+def test_a_precision_that_is_not_installed(dists, precision):
+    refused("pip install geartrain-callbacks", precision=precision)
+
+
 def test_assumed_accelerator_must_be_installed():
     refused("pip install geartrain-cuda", accelerator="auto", assume={"cuda": 8})
 
@@ -592,7 +599,8 @@ def test_plan_is_frozen():
         ("bf16-true", "bf16-true"),
     ],
 )
-def test_precision_by_its_name_and_in_short(given, name):
+def test_precision_by_its_name_and_in_short(dists, given, name):
+    dists.names.add("geartrain-callbacks")
     made = planned(accelerator="cpu", precision=given)
     assert made.plan.precision.name == made.precision == name
     assert made.plan.precision.reason == (

@@ -6,6 +6,7 @@ from __future__ import annotations
 PROVIDED = """
 generated: distributions
 geartrain-bagua strategy bagua
+geartrain-callbacks precision 16-mixed 64-true bf16-mixed bf16-true
 geartrain-callbacks plugin accumulation_scheduler backbone_finetuning compile csv early_stopping ema
 geartrain-callbacks plugin lr_monitor manual_optimisation model_checkpoint model_summary nan_guard
 geartrain-callbacks plugin norms overfit overrides prediction_writer progress swa throughput timer

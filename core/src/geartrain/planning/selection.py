@@ -204,8 +204,8 @@ def select_precision(registry: Registry, given: Any) -> LoadedPlugin:
     if has_hookimpls(given):
         return registry.adopt("precision", given, "given as an object")
     name = _PRECISIONS.get(str(given).lower(), str(given))
-    known = [candidate.name for candidate in registry.of("precision")]
-    if name.lower() not in (known_name.lower() for known_name in known):
+    known, lower = [candidate.name for candidate in registry.of("precision")], name.lower()
+    if ("precision", lower) not in KNOWN and lower not in map(str.lower, known):
         hint = f"use one of {', '.join(known)}; in short {', '.join(_PRECISIONS)}"
         raise UsageError(f"precision={given!r} is not known. Fix: {hint}")
     reason = f"--precision {given}" if given != "32-true" else "the default"

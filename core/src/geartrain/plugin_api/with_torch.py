@@ -1,11 +1,5 @@
 """The names of ``geartrain.plugin_api`` whose modules import torch."""
 
-from geartrain.builtin.precision import (
-    SKIPPED as SKIPPED,
-    MixedPrecision as MixedPrecision,
-    ScaledPrecision as ScaledPrecision,
-    TruePrecision as TruePrecision,
-)
 from geartrain.checkpoint.checkpoints import (
     checkpoint_state as checkpoint_state,
     find_checkpoint_file as find_checkpoint_file,

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from geartrain_callbacks.model_summary import ModelSummary
     from geartrain_callbacks.nan_guard import NaNGuard
     from geartrain_callbacks.norms import Norms
+    from geartrain_callbacks.precision import MixedPrecision, ScaledPrecision, TruePrecision
     from geartrain_callbacks.prediction_writer import BasePredictionWriter, PredictionWriter
     from geartrain_callbacks.progress_bar import ProgressBar
     from geartrain_callbacks.swa import StochasticWeightAveraging
@@ -45,16 +46,19 @@ __all__ = [
     "LambdaCallback",
     "LearningRateMonitor",
     "Media",
+    "MixedPrecision",
     "ModelCheckpoint",
     "ModelSummary",
     "NaNGuard",
     "Norms",
     "PredictionWriter",
     "ProgressBar",
+    "ScaledPrecision",
     "StochasticWeightAveraging",
     "Table",
     "Throughput",
     "Timer",
+    "TruePrecision",
 ]
 
 #: Module -> its names, imported on first use: a run with ``--plugin csv`` needs no other callback.
@@ -72,6 +76,7 @@ _NAMES = {
     "model_summary": "ModelSummary",
     "nan_guard": "NaNGuard",
     "norms": "Norms",
+    "precision": "MixedPrecision ScaledPrecision TruePrecision",
     "prediction_writer": "BasePredictionWriter PredictionWriter",
     "progress_bar": "ProgressBar",
     "swa": "StochasticWeightAveraging",

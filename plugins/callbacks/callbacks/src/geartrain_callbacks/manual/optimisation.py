@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 from geartrain import Module, Plan, Run, TrainingError, UsageError, hookimpl
 from geartrain.plugin_api import (
     LoadedPlugin,
-    ScaledPrecision,
     backward,
     clip,
     end_of_epoch,
@@ -33,6 +32,7 @@ from geartrain.plugin_api import (
 from geartrain_callbacks.manual.clipping import check_clip
 from geartrain_callbacks.manual.gradients import changed_since, gradients_now
 from geartrain_callbacks.manual.scaling import ManuallyScaledPrecision
+from geartrain_callbacks.precision import ScaledPrecision
 
 #: The distributions whose ``backward`` hook uses the options of ``manual_backward``.
 _TAKE_OPTIONS = ("geartrain", "geartrain-callbacks")

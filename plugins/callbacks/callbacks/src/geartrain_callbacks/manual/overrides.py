@@ -18,12 +18,12 @@ from geartrain import Plan, Run, TrainingError, UsageError, hookimpl
 from geartrain.plugin_api import (
     LoadedPlugin,
     PluginInfo,
-    ScaledPrecision,
     clip,
     overridden,
     parameters_of,
 )
 from geartrain_callbacks.manual.clipping import check_clip
+from geartrain_callbacks.precision import ScaledPrecision
 
 
 class Overrides:

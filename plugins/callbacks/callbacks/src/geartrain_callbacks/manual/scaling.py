@@ -11,8 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from geartrain import Run, TrainingError, hookimpl
-from geartrain.plugin_api import SKIPPED, ScaledPrecision, parameters_of
+from geartrain.plugin_api import parameters_of
 from geartrain_callbacks.manual.gradients import changed_since, gradients_now
+from geartrain_callbacks.precision import SKIPPED, ScaledPrecision
 
 
 class _Now(Enum):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from geartrain.plugin_api import MixedPrecision
+from geartrain.callbacks import MixedPrecision
 
 
 class MinePrecision(MixedPrecision):
