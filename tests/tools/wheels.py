@@ -123,7 +123,8 @@ import json, sys
 from importlib.metadata import distribution
 for name in sys.argv[1:]:
     for point in distribution(name).entry_points:
-        point.load()
+        if point.group != "geartrain.implied":  # names of plugins
+            point.load()
 from geartrain.planning.registry import Registry
 print(json.dumps(sorted(found.name for found in Registry().candidates)))
 """
