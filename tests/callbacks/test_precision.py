@@ -400,7 +400,7 @@ def test_an_optimizer_with_a_closure_is_refused_in_16_mixed_and_trains_in_bf16()
     lbfgs = partial(torch.optim.LBFGS, lr=0.1, max_iter=2)
     with pytest.raises(
         UsageError,
-        match=r"\[16-mixed\] cannot skip .* closure. Fix: --precision bf16-mixed",
+        match=r"-callbacks\[16-mixed\] cannot skip .* closure. Fix: --precision bf16-mixed",
     ):
         fit(Net(lbfgs), precision="16-mixed")
     net = Net(lbfgs)
@@ -418,7 +418,7 @@ def test_float16_weights_are_refused_before_anything_starts():
 
     with pytest.raises(
         UsageError,
-        match=r"\[16-mixed\]: Net\.layers\.0\.weight is float16.*Fix: take out \.half\(\)",
+        match=r"callbacks\[16-mixed\]: Net\.layers\.0\.weight is float16.*Fix: take out \.half\(\)",
     ):
         fit(Net().half(), precision="16-mixed", plugins=[Never()])
 
@@ -428,7 +428,9 @@ def test_two_optimizers_that_share_a_parameter_are_refused():
         def configure_optimizers(self):
             return [SGD(self.parameters()), SGD(self.layers[0].parameters())]
 
-    with pytest.raises(UsageError, match=r"\[16-mixed\]: two optimizers share a parameter"):
+    with pytest.raises(
+        UsageError, match=r"geartrain-callbacks\[16-mixed\]: two optimizers share a parameter"
+    ):
         fit(Shared(), precision="16-mixed")
 
 
@@ -440,7 +442,7 @@ def test_a_plugin_that_replaces_a_hook_of_the_scaler_is_refused(hook):
     replacing = type("Mine", (), {"replaces": {hook}, hook: hookimpl(own)})
     with pytest.raises(
         UsageError,
-        match=rf"\[16-mixed\] must own the hook '{hook}', and Mine does",
+        match=rf"geartrain-callbacks\[16-mixed\] must own the hook '{hook}', and Mine does",
     ):
         trainer(precision="16-mixed", plugins=[replacing()])
     trainer(precision="bf16-mixed", plugins=[replacing()])
@@ -462,7 +464,7 @@ def test_a_device_without_autocast_is_refused():
 
     with pytest.raises(
         UsageError,
-        match=r"\[bf16-mixed\]: torch has no autocast for meta. Fix: --precision 32",
+        match=r"-callbacks\[bf16-mixed\]: torch has no autocast for meta. Fix: --precision 32",
     ):
         fit(Net(), accelerator=Meta(), devices=1, precision="bf16-mixed")
 
@@ -481,7 +483,7 @@ def test_a_device_that_cannot_compute_in_the_format_is_refused(monkeypatch):
     monkeypatch.setattr(torch, "autocast", cannot)
     with pytest.raises(
         UsageError,
-        match=r"\[bf16-mixed\]: cpu does not support torch.bfloat16: .*Disabling autocast",
+        match=r"callbacks\[bf16-mixed\]: cpu does not support torch.bfloat16: .*Disabling autocast",
     ):
         fit(Net(), precision="bf16-mixed")
 

@@ -118,7 +118,7 @@ def test_scaled_gradients_on_top_of_unscaled_ones_are_an_error_only_at_a_step():
         module.manual_backward(module.loss(batch))
         module.optimizers()[0].step()
 
-    with pytest.raises(TrainingError, match=r"\[16-mixed\].*SGD.*zero_grad"):
+    with pytest.raises(TrainingError, match=r"geartrain-callbacks\[16-mixed\].*SGD.*zero_grad"):
         fit(Two(forgets), precision="16-mixed")
 
     def leaves_a_trace(module, batch, batch_idx):
@@ -152,6 +152,6 @@ def test_a_step_with_a_closure_is_an_error():
 
     with pytest.raises(
         TrainingError,
-        match=r"\[16-mixed\] cannot skip steps that have a closure",
+        match=r"geartrain-callbacks\[16-mixed\] cannot skip steps that have a closure",
     ):
         fit(Two(train), precision="16-mixed")

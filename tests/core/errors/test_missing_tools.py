@@ -163,6 +163,13 @@ def test_a_time_limit(alone):
         gt.Trainer(accelerator="cpu", max_time=8)
 
 
+@pytest.mark.parametrize("given", [16, "bf16-true", "64"])
+def test_a_precision(alone, given):
+    message = r"^precision '[a-z0-9-]+' is not installed. Fix: pip install geartrain-callbacks$"
+    with pytest.raises(gt.UsageError, match=message):
+        gt.Trainer(accelerator="cpu", precision=given)
+
+
 def test_core_trains_without_the_tools(alone, tmp_path):
     one = gt.Trainer(
         accelerator="cpu", max_epochs=1, output=tmp_path / "run", enable_progress_bar=False
