@@ -444,17 +444,15 @@ class Trainer(RankProperties):
     if not TYPE_CHECKING:  # a type checker would accept any name
 
         def __getattr__(self, name: str) -> Any:
-            """Return an attribute of Lightning's Trainer that geartrain-callbacks knows.
-
-            Raises:
-                AttributeError: an unknown name; the message has its replacement.
-            """
+            """Return an attribute of Lightning's that geartrain-callbacks has; raise for others."""
             try:  # once more, for the error, which may be a property's own
                 return object.__getattribute__(self, name)
             except AttributeError as error:
-                if not name.startswith("__") and (view := _view()) and hasattr(view, name):
+                view = None if name.startswith("__") else _view()
+                if view is not None and hasattr(view, name):
                     return getattr(view(self, self._run), name)
-                message = f"{error}{write_instead('Trainer', name)}"
+                more = "" if view else ". More of Lightning's: pip install geartrain-callbacks"
+                message = f"{error}{write_instead('Trainer', name) or more}"
                 raise AttributeError(message, name=name, obj=self) from None
 
     # --- properties -------------------------------------------------------------------------------

@@ -170,6 +170,12 @@ def test_a_precision(alone, given):
         gt.Trainer(accelerator="cpu", precision=given)
 
 
+def test_an_attribute_of_lightnings_trainer(alone):
+    one = gt.Trainer(accelerator="cpu")
+    with pytest.raises(AttributeError, match="pip install geartrain-callbacks"):
+        _ = one.lightning_module
+
+
 def test_core_trains_without_the_tools(alone, tmp_path):
     one = gt.Trainer(
         accelerator="cpu", max_epochs=1, output=tmp_path / "run", enable_progress_bar=False
