@@ -100,7 +100,7 @@ def plan(monkeypatch):
     namespace, plans = {}, []
 
     def note(plan, made):
-        (strategy,) = (part.plugin for part in made.setup.parts if part.info.kind == "strategy")
+        (strategy,) = (part.plugin for part in made.hooks.parts if part.info.kind == "strategy")
         plans.append(Planned(plan, strategy, namespace))
         return made
 

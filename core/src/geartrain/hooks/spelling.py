@@ -161,8 +161,8 @@ def _misspells(name: str, known: str) -> bool:
     cutoff = 0.76 if len(words) > 1 else 0.9
     return all(
         _SAME.get(word, word) == _SAME.get(other, other)
-        # with sorted letters: two exchanged letters make no difference
-        or get_close_matches("".join(sorted(word)), ["".join(sorted(other))], 1, cutoff)
+        or sorted(word) == sorted(other)  # two letters are exchanged
+        or get_close_matches(word, [other], 1, cutoff)
         for word, other in zip(words, others, strict=True)
     )
 

@@ -365,8 +365,8 @@ def callback_parts(registry: Registry, callbacks: Any) -> list[LoadedPlugin]:
     is_one = isinstance(callbacks, str) or not isinstance(callbacks, Iterable)
     given = [callbacks] if is_one else list(callbacks)
     for callback in given:
-        is_plugin = hasattr(callback, "as_plugin") or has_hookimpls(callback)
-        if isinstance(callback, str | type) or not (is_plugin or is_lightning_callback(callback)):
+        is_callback = hasattr(callback, "as_plugin") or is_lightning_callback(callback)
+        if isinstance(callback, str | type) or not (is_callback or has_hookimpls(callback)):
             hint = "use an object of a subclass of geartrain.callbacks.Callback"
             hint = f"plugins=[{callback!r}]" if isinstance(callback, str) else hint
             raise UsageError(f"callbacks={callback!r}: it is no callback. Fix: {hint}")
