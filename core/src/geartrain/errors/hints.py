@@ -15,8 +15,9 @@ def hint(owner: str, name: str) -> str:
         owner: the object without this name: a module (``"geartrain"``, ``"geartrain.callbacks"``),
             a class (``"Module"``, ``"Trainer"``, ``"Session"``), a call (``"Trainer()"``,
             ``"Trainer.fit()"``), ``"option"`` of the command line, or a kind of plugin
-            (``"strategy"``); or ``"method"`` of a user's class, for which the suggestion is the
-            class that would call it.
+            (``"strategy"``); ``"method of Module"`` or ``"method of DataModule"``, which geartrain
+            never calls; ``"argument of training_step"``, of which the suggestion is a whole fix; or
+            ``"method"`` of a user's class, for which it is the class that would call it.
         name: the unknown name.
     """
     for vocabulary in entry_points(group="geartrain.hints"):

@@ -36,11 +36,3 @@ DISTRIBUTIONS = {"geartrain", *(row[0] for row in _ROWS)}
 
 #: Hooks that geartrain's own distributions bring -> (kind, name) of the plugin.
 HOOKS = {"reduce_bucket": ("strategy", "ddp")}
-
-_LIGHTNINGS = (
-    *("ddp_sharded", "ddp_sharded_spawn", "ddp_fully_sharded", "deepspeed", "fsdp", "tpu"),
-    *("tpu_spawn", "xla", "colossalai"),
-)
-#: Lightning's names that no distribution provides.
-NOT_SHIPPED = {("accelerator", name) for name in ("tpu", "hpu", "ipu", "xla")}
-NOT_SHIPPED |= {("strategy", name) for name in _LIGHTNINGS}

@@ -117,7 +117,7 @@ def warn_of_others(
         whose: its label, for the warning.
         fix: the end of the warning.
         base: the class of geartrain's that ``thing`` extends.
-        modules: True if methods of a Module and of Lightning's callbacks count too.
+        modules: True if methods of a Module and of a Callback count too.
     """
     known = on_methods() | _STEPS if modules else frozenset[str]()
     spaces = _spaces(thing, base)

@@ -20,23 +20,6 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _EPOCH_ENDS = {"train": "training_epoch_end", "validate": "validation_epoch_end"}
 _EPOCH_ENDS |= {"sanity_check": "validation_epoch_end", "test": "test_epoch_end"}
 
-_ON_LOADERS = {f"on_{stage}_dataloader" for stage in ("train", "val", "test", "predict")}
-_ON_MODELS = {f"on_{stage}_model_" for stage in ("validation", "test", "predict")}
-#: Methods of other frameworks' modules that geartrain would never call. Vocabularies of
-#: ``geartrain.hints`` have the replacements.
-NOT_CALLED = _ON_LOADERS | {
-    *("clip_gradients", "configure_sharded_model", "configure_model", "log_grad_norm"),
-    *("on_post_move_to_device", "on_epoch_start", "on_epoch_end"),
-    *("on_pretrain_routine_start", "on_pretrain_routine_end", "on_validation_model_zero_grad"),
-    *(f"{name}{mode}" for name in _ON_MODELS for mode in ("eval", "train")),
-    *("tbptt_split_batch", "predict_step_end", "predict_epoch_end"),
-}
-#: The same of their data modules.
-NOT_CALLED_OF_DATA = _ON_LOADERS | {
-    *("transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer"),
-    *("state_dict", "load_state_dict", "on_save_checkpoint", "on_load_checkpoint", "on_exception"),
-}
-
 
 class StepForwarder(nn.Module):
     """The module that a strategy wraps. ``forward(name, batch, batch_idx)`` calls a step method.
@@ -124,7 +107,7 @@ def check_module(module: Any, command: str) -> None:
             f"{cls.__name__} is not a geartrain.Module. "
             "Fix: subclass geartrain.Module, or give Trainer.fit an nn.Module"
         )
-    reads = {*MODULE, *on_methods()} - NOT_CALLED
+    reads = {*MODULE, *on_methods()}
     refuse_misspelt(module, cls.__name__, reads, ["automatic_optimization"], Module)
     step = STEPS[("fit", "validate", "test", "predict").index(command)]
     if not callable(getattr(module, step, None)):
@@ -142,25 +125,15 @@ def check_module(module: Any, command: str) -> None:
     for name in (*STEPS, *methods):
         _check_method(module, cls, name)
     refuse_unrun(cls, (*STEPS, *(f"{name}_end" for name in STEPS), *vars(Module)))
-    # Module's own methods of these names are for manual optimisation: a subclass may override them.
     manual = not module.automatic_optimization
-    allowed = {method for method in vars(Module) if manual or not overridden(module, method)}
-    _refuse_not_called(cls, "Module", NOT_CALLED - allowed)
+    # Of Module's own methods of manual optimisation only then: a subclass may override them.
+    _refuse_not_called(cls, Module, () if manual else ("clip_gradients",))
     for name in sorted(OVERRIDES - {"backward"}):
         if command == "fit" and manual and overridden(module, name):
             message = (
                 f"{cls.__name__}.{name} would never be called: automatic_optimization is False"
             )
             raise UsageError(f"{message}. Fix: do it in training_step, and remove the method")
-
-
-#: Arguments that Lightning gives a step, or gave it once -> the replacement.
-_NOT_GIVEN = {
-    "optimizer_idx": "set automatic_optimization = False in __init__, and self.optimizers() in "
-    "training_step, see docs/manual-optimisation.md",
-    "hiddens": "split the sequence in training_step",
-    "dataloader_iter": "use a batch: def {name}(self, batch, batch_idx)",
-}
 
 
 def _check_method(module: Module | type[Module], cls: type, name: str) -> None:
@@ -188,13 +161,14 @@ def _check_method(module: Module | type[Module], cls: type, name: str) -> None:
         given = [p.name for p in expected]
         fewest = len(expected) if name in OVERRIDES else sum(p.default is p.empty for p in expected)
     parameters = _parameters(module, method)
-    for argument, instead in _NOT_GIVEN.items():
-        if is_step and any(p.name == argument and p.default is p.empty for p in parameters):
-            message = f"{cls.__name__}.{name} takes {argument!r}, which it is not given"
-            raise UsageError(f"{message}. Fix: {instead.format(name=name)}")
-    # Lightning 1.x's optimizer_step could bind the closure to its optimizer_idx.
-    of_another = name in OVERRIDES and any(p.name == "optimizer_idx" for p in parameters)
-    if of_another or not any(_binds(parameters, n) for n in range(fewest, len(given) + 1)):
+    needed = [p.name for p in parameters if p.default is p.empty or not is_step]
+    unknown = [argument for argument in needed if argument not in given]
+    # Another argument could be bound to one that another framework gives, as a closure to an index.
+    foreign = {n: text for n in unknown if (text := hint(f"argument of {name}", n))}
+    for argument, instead in foreign.items() if is_step else ():
+        message = f"{cls.__name__}.{name} takes {argument!r}, which it is not given"
+        raise UsageError(f"{message}. Fix: {instead}")
+    if foreign or not any(_binds(parameters, n) for n in range(fewest, len(given) + 1)):
         takes, gets = ", ".join(map(str, parameters)), ", ".join(given)
         raise UsageError(
             f"{cls.__name__}.{name} takes ({takes}) and is called with ({gets}). "
@@ -272,12 +246,18 @@ def check_data(data: Any) -> None:
             message = f"{type(data).__name__}.{name} is {getattr(data, name)!r} and no method"
             raise UsageError(f"{message}. Fix: define it, or leave it out")
     refuse_unrun(type(data), ("prepare_data", "setup", "teardown"))
-    _refuse_not_called(type(data), "DataModule", NOT_CALLED_OF_DATA)
+    _refuse_not_called(type(data), DataModule)
 
 
-def _refuse_not_called(cls: type, base: str, methods: Iterable[str]) -> None:
-    for method in sorted(methods):
-        if hasattr(cls, method):
-            instead = hint(f"method of {base}", method)
-            remedy = f"Use instead: {instead}" if instead else "Fix: take it out"
-            raise UsageError(f"{cls.__name__}.{method} would never be called. {remedy}")
+def _refuse_not_called(cls: type, base: type, also: Iterable[str] = ()) -> None:
+    """Refuse methods that another framework would call, by vocabularies of ``geartrain.hints``.
+
+    Args:
+        base: Module or DataModule, whose own methods are not looked up.
+        also: those that are.
+    """
+    names = {name for name in dir(cls) if not (name.startswith("_") or hasattr(base, name))}
+    for name in sorted(names | {name for name in also if overridden(cls, name)}):
+        if callable(getattr(cls, name)) and (instead := hint(f"method of {base.__name__}", name)):
+            message = f"{cls.__name__}.{name} would never be called"
+            raise UsageError(f"{message}. Use instead: {instead}")

@@ -16,8 +16,7 @@ from geartrain.builtin.clipping import GradientClipping
 from geartrain.builtin.defaults import Defaults
 from geartrain.builtin.run_folder import LastCheckpoint, RunFolder
 from geartrain.errors import UsageError
-from geartrain.errors.distributions import import_from
-from geartrain.errors.hints import write_instead
+from geartrain.errors.distributions import MissingDistributionError, import_from
 from geartrain.errors.known import KNOWN
 from geartrain.files.paths import user_path
 from geartrain.hooks.manager import Hooks
@@ -38,9 +37,6 @@ from geartrain.planning.selection import (
 
 if TYPE_CHECKING:
     from geartrain.module.module import Module
-
-#: Lightning's packages.
-_LIGHTNING = ("lightning", "pytorch_lightning")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +146,7 @@ class Setup:
     def with_callbacks_of(self, module: Module) -> Setup:
         """Return this setup with the callbacks of ``module.configure_callbacks``.
 
-        Source: as Lightning's, they replace callbacks of the same class, and stay in the trainer.
+        They replace callbacks of the same class, and stay in the trainer.
 
         Raises:
             UsageError: an object is no callback.
@@ -364,41 +360,26 @@ def callback_parts(registry: Registry, callbacks: Any) -> list[LoadedPlugin]:
     """
     is_one = isinstance(callbacks, str) or not isinstance(callbacks, Iterable)
     given = [callbacks] if is_one else list(callbacks)
-    for callback in given:
-        is_callback = hasattr(callback, "as_plugin") or is_lightning_callback(callback)
-        if isinstance(callback, str | type) or not (is_callback or has_hookimpls(callback)):
-            hint = "use an object of a subclass of geartrain.callbacks.Callback"
-            hint = f"plugins=[{callback!r}]" if isinstance(callback, str) else hint
-            raise UsageError(f"callbacks={callback!r}: it is no callback. Fix: {hint}")
-    reason = "callbacks=[...]"
-    return [
-        _adapted(callback, reason)
-        if is_lightning_callback(callback)
-        else registry.adopt("plugin", callback, reason)
-        for callback in given
-    ]
+    return [_callback_part(registry, callback) for callback in given]
 
 
-def is_lightning_callback(thing: Any) -> bool:
-    """True for a callback whose class extends ``Callback`` of an installed Lightning."""
-    bases = [base for base in type(thing).__mro__ if base.__name__ == "Callback"]
-    return any(base.__module__.partition(".")[0] in _LIGHTNING for base in bases)
-
-
-def _adapted(callback: Any, reason: str) -> LoadedPlugin:
-    """Return the part that calls a third-party callback written for Lightning.
-
-    Raises:
-        UsageError: the callback is Lightning's own, which needs Lightning's trainer.
-    """
-    cls = type(callback)
-    if cls.__module__.partition(".")[0] in _LIGHTNING:
-        message = f"callbacks={cls.__name__}(...): it is Lightning's own"
-        answer = write_instead("geartrain.callbacks", cls.__name__)
-        hint = answer.removeprefix(". Write: ") or f"geartrain.callbacks.{cls.__name__}"
-        raise UsageError(f"{message}. Fix: use {hint}")
-    adapter = import_from("geartrain_callbacks.callback", f"callbacks={cls.__name__}(...)").Adapter
-    return LoadedPlugin(PluginInfo(cls.__name__, "plugin", None, None, reason), adapter(callback))
+def _callback_part(registry: Registry, callback: Any) -> LoadedPlugin:
+    name, reason, adapter = type(callback).__name__, "callbacks=[...]", None
+    hint = "use an object of a subclass of geartrain.callbacks.Callback"
+    if isinstance(callback, str):
+        hint = f"plugins=[{callback!r}]"
+    elif not isinstance(callback, type):
+        if hasattr(callback, "as_plugin"):
+            return registry.adopt("plugin", callback, reason)
+        try:
+            adapter = import_from("geartrain_callbacks.callback", name).adapt(callback)
+        except MissingDistributionError:
+            hint = f"pip install geartrain-callbacks, and {hint}"
+        if adapter is not None:
+            return LoadedPlugin(PluginInfo(name, "plugin", None, None, reason), adapter)
+        if has_hookimpls(callback):
+            return registry.adopt("plugin", callback, reason)
+    raise UsageError(f"callbacks={callback!r}: it is no callback. Fix: {hint}")
 
 
 def _callback(part: LoadedPlugin) -> Any:

@@ -11,24 +11,20 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
-from importlib_metadata import EntryPoint, PackageNotFoundError, version
+from importlib_metadata import Distribution, EntryPoint, PackageNotFoundError, version
 
 from geartrain._version import __version__
 from geartrain.errors import UsageError, nearest
 from geartrain.errors.distributions import canonical, entry_points
 from geartrain.errors.hints import hint
-from geartrain.errors.known import KNOWN, NOT_SHIPPED
+from geartrain.errors.known import KNOWN
 from geartrain.hooks.plugin_info import GROUPS, LoadedPlugin, PluginInfo
 from geartrain.hookspecs import CONTRACT, CONTRACT_CHANGES
 from geartrain.planning.hardware import isolated, reason_unusable
-
-#: The state of ``sys.path`` at the last scan of the metadata, and its result. A scan of a hundred
-#: distributions takes 13 ms.
-_scanned: tuple[Any, list[tuple[str, str, str, str, EntryPoint]]] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -169,13 +165,10 @@ class Registry:
         key, unknown = (kind, lower), f"there is no {kind} {name!r}"
         if key in KNOWN:
             return f"{kind} {name!r} is not installed. Fix: pip install {KNOWN[key]}"
-        if key in NOT_SHIPPED:
-            names = ", ".join(installed)
-            return f"{unknown}: no geartrain distribution provides it. Installed: {names}."
         if instead := hint(kind, lower):
             return f"{unknown}. Fix: {instead}"
         others = [(c.kind, c.name) for c in self.candidates if c.name.lower() == lower]
-        others += [other for other in (*KNOWN, *NOT_SHIPPED) if other[1] == lower]
+        others += [other for other in KNOWN if other[1] == lower]
         if others:
             other, called = others[0]
             return f"{name!r} is no {kind} but belongs to --{other}. Fix: --{other} {called}"
@@ -285,15 +278,6 @@ def _reselected(kind: str, name: str, options: Mapping[str, Any]) -> Any:
     return Registry().select(kind, name, options).plugin
 
 
-def _installed() -> list[InstalledPlugin]:
-    """Return all installed plugins; read the metadata again if a folder of ``sys.path`` changed."""
-    global _scanned
-    state = (entry_points, [(path, _changed_at(path)) for path in sys.path])
-    if _scanned is None or _scanned[0] != state:
-        _scanned = (state, _scan())
-    return [InstalledPlugin(*found) for found in _scanned[1]]
-
-
 def _mismatch(candidate: InstalledPlugin) -> str:
     """Return what of geartrain a distribution needs in another version, with the fix; or ""."""
     # Not above: it would slow down the listing of plugins.
@@ -324,25 +308,20 @@ def _mismatch(candidate: InstalledPlugin) -> str:
     return ""
 
 
-def _changed_at(path: str) -> int | None:
-    try:
-        return os.stat(path or ".").st_mtime_ns
-    except OSError:
-        return None
-
-
-def _scan() -> list[tuple[str, str, str, str, EntryPoint]]:
-    """Read every plugin in one pass over the metadata, and each distribution once."""
+def _installed() -> list[InstalledPlugin]:
     every = sorted(entry_points(), key=lambda ep: (ep.name, ep.value))
-    named: dict[int, tuple[str, str]] = {}
-    found = []
-    for kind, group in {**GROUPS, "implied": "geartrain.implied"}.items():
-        for ep in (ep for ep in every if ep.group == group):
-            if id(ep.dist) not in named:
-                metadata = ep.dist.metadata if ep.dist else {"Name": "?", "Version": "?"}
-                named[id(ep.dist)] = metadata["Name"], metadata["Version"]
-            found.append((ep.name, kind, *named[id(ep.dist)], ep))
-    return found
+    return [
+        InstalledPlugin(ep.name, kind, *_name_and_version(ep.dist), ep)
+        for kind, group in {**GROUPS, "implied": "geartrain.implied"}.items()
+        for ep in every
+        if ep.group == group
+    ]
+
+
+@cache  # each call would parse the file again
+def _name_and_version(distribution: Distribution | None) -> tuple[str, str]:
+    metadata = distribution.metadata if distribution else {"Name": "?", "Version": "?"}
+    return metadata["Name"], metadata["Version"]
 
 
 def _names(entry_point: EntryPoint, cls: type) -> bool:

@@ -17,6 +17,7 @@ from geartrain.plugin_api import (
     STATE,
     Events,
     PluginInfo,
+    hint,
     nearest,
     refuse_half_a_state,
     refuse_misspelt,
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from geartrain import Module, Trainer
+
+#: Lightning's packages.
+_LIGHTNING = ("lightning", "pytorch_lightning")
 
 #: Methods of Lightning's callbacks that geartrain would never call -> the replacement.
 NOT_CALLED = {
@@ -355,6 +359,26 @@ class Adapter(_Caller):
     @property
     def _called(self) -> Any:
         return self.callback
+
+
+def adapt(callback: Any) -> Adapter | None:
+    """Return the plugin that calls a third-party callback written for Lightning.
+
+    Returns:
+        ``None`` for an object whose class does not extend ``Callback`` of an installed Lightning.
+
+    Raises:
+        UsageError: the callback is Lightning's own, which needs Lightning's trainer.
+    """
+    cls = type(callback)
+    bases = [base for base in cls.__mro__ if base.__name__ == "Callback"]
+    if not any(base.__module__.partition(".")[0] in _LIGHTNING for base in bases):
+        return None
+    if cls.__module__.partition(".")[0] in _LIGHTNING:
+        message = f"callbacks={cls.__name__}(...): it is Lightning's own"
+        instead = hint("geartrain.callbacks", cls.__name__) or f"geartrain.callbacks.{cls.__name__}"
+        raise UsageError(f"{message}. Fix: use {instead}")
+    return Adapter(callback)
 
 
 class PluginCallback(Callback, _Caller):

@@ -6,6 +6,8 @@ that there is no counterpart.
 
 from __future__ import annotations
 
+from geartrain.plugin_api import Registry
+
 #: Lightning's packages, longest first. Names are looked up by their path after one of these.
 ROOTS = (
     "lightning.pytorch",
@@ -347,6 +349,23 @@ NOT_CALLED_OF_DATA = {
     "on_predict_dataloader": "predict_dataloader",
 }
 
+#: Names of Lightning's that no distribution provides.
+NOT_SHIPPED = {
+    "accelerator": ("tpu", "hpu", "ipu", "xla"),
+    "strategy": (
+        *("ddp_sharded", "ddp_sharded_spawn", "ddp_fully_sharded", "deepspeed", "fsdp", "tpu"),
+        *("tpu_spawn", "xla", "colossalai"),
+    ),
+}
+
+#: Arguments that Lightning gives a module's method, or gave it once -> the fix.
+NOT_GIVEN = {
+    "optimizer_idx": "set automatic_optimization = False in __init__, and self.optimizers() in "
+    "training_step, see docs/manual-optimisation.md",
+    "hiddens": "split the sequence in training_step",
+    "dataloader_iter": "use a batch: def {name}(self, batch, batch_idx)",
+}
+
 _BY_OWNER = {
     "method": OF_OTHERS,
     "Module": MEMBERS,
@@ -407,6 +426,11 @@ def hint(owner: str, name: str) -> str:
     """
     if owner.partition(".")[0] == "geartrain":
         return _counterpart(f"{owner.partition('.')[2]}.{name}".lstrip("."))
+    if name in NOT_SHIPPED.get(owner, ()):
+        installed = ", ".join(plugin.name for plugin in Registry().of(owner))
+        return f"use {installed}; no geartrain distribution provides it"
+    if owner.startswith("argument of "):
+        return NOT_GIVEN.get(name, "").format(name=owner.removeprefix("argument of "))
     if owner == "strategy" and name in SPELT:
         new, options = SPELT[name]
         return f"strategy={new!r}" + (f" with strategy_options={options}" if options else "")
