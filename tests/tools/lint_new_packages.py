@@ -1,49 +1,65 @@
-"""Fail unless ruff and mypy accept what `geartrain new` writes."""
+"""Fail unless mypy accepts this repository, and ruff and mypy what `geartrain new` writes.
 
-import shutil
+One process of mypy checks both: it reads torch once, which takes most of its time.
+"""
+
+import contextlib
+import io
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 
-#: A short and a long name with both dashes: lines must not be too long, and ruff must not join or
-#: break them.
-SHORT, LONG = "q", "my-own_own_own_own_own_9"
+from geartrain_testing.new import command
+
+ROOT = Path(__file__).parents[2]
+#: The kinds of packages -> a short name; mypy accepts each name of a module once.
+SHORT = {
+    "project": "q",
+    "strategy": "r",
+    "accelerator": "s",
+    "plugin": "t",
+    "logger": "u",
+    "precision": "v",
+    "command": "w",
+}
+#: A long name with both dashes: lines must not be too long, and ruff must not join or break them.
+LONG = "my-own_own_own_own_own_9"
 RUFF = (("ruff", "check", "--quiet"), ("ruff", "format", "--diff", "--quiet"))
-MYPY = ("mypy", "--no-error-summary", "--cache-dir=../cache")  # types do not depend on the name
+PLUGIN = "geartrain_testing.mypy_plugin"
+
+
+def mypy_settings(folder: Path):
+    """Return the settings for mypy of the package in a folder."""
+    project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
+    return project["tool"]["mypy"]
 
 
 def main() -> None:
     failed = []
+    typed = [path for pattern in mypy_settings(ROOT)["files"] for path in ROOT.glob(pattern)]
     # Outside the repository, so that its settings are not found.
     with tempfile.TemporaryDirectory() as folder:
-        known = Path(__file__).parents[2] / ".mypy_cache"
-        if known.is_dir():
-            # torch's cache; mypy reads torch again if the package's settings differ.
-            shutil.copytree(known, Path(folder, "cache"))
-        for kind in (
-            "project",
-            "strategy",
-            "accelerator",
-            "plugin",
-            "logger",
-            "precision",
-            "command",
-        ):
-            long = LONG.replace("-", "_") if kind == "project" else LONG
-            for name, tools in ((SHORT, (*RUFF, MYPY)), (long, RUFF)):
+        for kind, short in SHORT.items():
+            for name in (short, LONG.replace("-", "_") if kind == "project" else LONG):
                 package = Path(folder, f"{kind} {name}")
-                subprocess.run(
-                    ["geartrain", "new", kind, name, "--output", package],
-                    check=True,
-                    stdout=subprocess.DEVNULL,
-                )
-                for tool in tools:
-                    if subprocess.run([sys.executable, "-m", *tool], cwd=package).returncode:
-                        failed.append(f"{tool[0]}: {kind} {name}")
+                with contextlib.redirect_stdout(io.StringIO()):
+                    command("new", [kind, name, "--output", str(package)])
+                settings = mypy_settings(package)
+                files = settings.pop("files")
+                if settings not in ({"strict": True}, {"strict": True, "plugins": [PLUGIN]}):
+                    failed.append(f"{kind}: mypy's settings are {settings}, not those of the lint")
+                if name == short:
+                    typed += [package / file for file in files]
+        for tool in RUFF:
+            if subprocess.run([sys.executable, "-m", *tool, folder]).returncode:
+                failed.append(" ".join(tool))
+        mypy = [sys.executable, "-m", "mypy", "--num-workers", "2"]
+        if subprocess.run([*mypy, *map(str, typed)], cwd=ROOT).returncode:
+            failed.append("mypy")
     if failed:
         sys.exit("\n".join(failed))
-    print("the files of geartrain new are clean")
 
 
 if __name__ == "__main__":

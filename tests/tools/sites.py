@@ -26,7 +26,7 @@ class Site:
 
     @functools.cached_property
     def _warm(self):
-        return Warm(self.python, self._folder, _variables())
+        return Warm(self.python, self._folder, variables())
 
     @functools.cached_property
     def warm_python(self):
@@ -46,7 +46,7 @@ class Site:
         return subprocess.run(
             [str(word) for word in command],
             cwd=cwd,
-            env={**_variables(), "COLUMNS": "200", **env},
+            env={**variables(), "COLUMNS": "200", **env},
             capture_output=True,
             text=True,
             encoding="utf-8",
@@ -59,7 +59,7 @@ class Site:
         return self.run(self._warm_geartrain, *arguments, cwd=cwd, **env)
 
 
-def _variables():
+def variables():
     return {
         name: value
         for name, value in os.environ.items()

@@ -2,21 +2,22 @@
 
     python tests/tools/wheels.py FOLDER [NAME ...]
 
-pip builds every wheel once. Then each wheel gets a new environment with its declared requirements
-and nothing else: pip installs the wheel and the other wheels of this repository that it requires;
-third-party packages are linked from the folder of tests/tools/install.py. In this environment every
-entry point is loaded, and each plugin runs a fit of two steps, with geartrain-cli installed for it.
-A script tests core alone. An undeclared dependency cannot be imported. A strategy for several ranks
-starts them.
+Every wheel is built once, and pip installs all of them into one folder. Then each wheel gets a new
+environment with its declared requirements and nothing else: links to the packages of that folder,
+and of the folder of tests/tools/install.py. In this environment every entry point is loaded, and
+each plugin runs a fit of two steps, with geartrain-cli installed for it. A script tests core alone.
+An undeclared dependency cannot be imported. A strategy for several ranks starts them.
+
+A process that has imported torch and the requirements of geartrain-cli forks the commands.
 """
 
 import collections
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import Distribution, distribution, distributions
@@ -26,6 +27,12 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "shared"))
+
+from sites import build, variables  # noqa: E402
+from warm import AVAILABLE, Warm  # noqa: E402
+
+CLI = Requirement("geartrain-cli")
 GROUPS = {
     f"geartrain.{kind}s": kind for kind in ("accelerator", "command", "plugin", "precision")
 } | {"geartrain.strategies": "strategy"}
@@ -128,6 +135,19 @@ for name in sys.argv[1:]:
 from geartrain.planning.registry import Registry
 print(json.dumps(sorted(found.name for found in Registry().candidates)))
 """
+IMPORT = """
+import json, sys
+
+def error_of(tool):
+    module, _, name = tool.rpartition(".")
+    try:
+        exec(f"from {module} import {name}")
+    except ImportError as error:
+        return str(error)
+    return ""
+
+print(json.dumps([error_of(tool) for tool in sys.argv[1:]]))
+"""
 #: A script for core alone.
 ALONE = """
 import sys
@@ -168,16 +188,11 @@ TOOLS = {
 
 def call(*command, cwd=None, may_fail=False, seconds=300):
     """Run a command; return the finished process."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("GEARTRAIN_", "PYTHON"))
-    }
     command = [str(word) for word in command]
     done = subprocess.run(
         command,
         cwd=cwd,
-        env=kept,
+        env=variables(),
         capture_output=True,
         text=True,
         timeout=seconds,
@@ -195,179 +210,174 @@ def call(*command, cwd=None, may_fail=False, seconds=300):
 
 
 class Packages:
-    """The packages in the shared folder, by name."""
+    """The packages in some folders, by name."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, *folders: Path):
         self._known = {
             canonicalize_name(found.metadata["Name"]): found
-            for found in distributions(path=[str(folder)])
+            for found in distributions(path=list(map(str, folders)))
         }
         self._owners = collections.Counter(
             top for found in self._known.values() for top in self._tops(found)
         )
 
+    def __getitem__(self, name: str) -> Distribution:
+        return self._known[name]
+
     @staticmethod
     def _tops(found: Distribution):
         return {file.parts[0] for file in found.files or ()} - {"..", "bin", "__pycache__"}
 
-    def required(
-        self, requirement: Requirement, own: dict[str, Distribution], seen: set[tuple[str, str]]
-    ):
-        """Return the names of all packages that a requirement needs.
+    def required(self, *requirements: Requirement, seen: set[tuple[str, str]] | None = None):
+        """Return the names of all packages that requirements need.
 
         Args:
-            own: this repository's distributions.
             seen: names found so far; it grows.
         """
-        name = canonicalize_name(requirement.name)
-        found = own.get(name) or self._known[name]
-        for extra in ("", *requirement.extras):
-            if (name, extra) in seen:
-                continue
-            seen.add((name, extra))
-            for line in found.requires or ():
-                needed = Requirement(line)
-                if needed.marker is None or needed.marker.evaluate({"extra": extra}):
-                    self.required(needed, own, seen)
+        seen = set() if seen is None else seen
+        for requirement in requirements:
+            name = canonicalize_name(requirement.name)
+            found = self._known[name]
+            assert requirement.specifier.contains(found.version, prereleases=True), (
+                f"{requirement}: {found.version}"
+            )
+            for extra in ("", *requirement.extras):
+                if (name, extra) in seen:
+                    continue
+                seen.add((name, extra))
+                for line in found.requires or ():
+                    needed = Requirement(line)
+                    if needed.marker is None or needed.marker.evaluate({"extra": extra}):
+                        self.required(needed, seen=seen)
         return {name for name, _ in seen}
 
     def link(self, name: str, there: Path):
-        """Link a package into the folder ``there``, so that Python and pip find it."""
+        """Link a package into the folder ``there``, so that Python finds it."""
         found = self._known[name]
         for top in self._tops(found):
             if self._owners[top] == 1:
-                (there / top).symlink_to(self.folder / top)
+                (there / top).symlink_to(found.locate_file(top))
                 continue
             for file in found.files:  # several distributions may share a namespace
                 if file.parts[0] == top:
                     (there / file).parent.mkdir(parents=True, exist_ok=True)
-                    (there / file).symlink_to(self.folder / file)
+                    (there / file).symlink_to(found.locate_file(file))
 
 
-def purelib(venv: Path):
-    """Return the folder of an environment's packages."""
-    return Path(sysconfig.get_path("purelib", "venv", {"base": str(venv), "platbase": str(venv)}))
+class Environment:
+    """A Python environment with packages and the command ``geartrain``.
 
+    Args:
+        warm: the process that forks the commands; ``None``: Python runs them.
+    """
 
-def environment(
-    folder: Path,
-    requirements: list[Requirement],
-    wheels: Path,
-    own: dict[str, Distribution],
-    packages: Packages,
-):
-    """Create an environment in which pip installs wheels; return its folder of commands."""
-    call(sys.executable, "-m", "venv", "--without-pip", folder)
-    scheme = {"base": str(folder), "platbase": str(folder)}
-    for name in (
-        set().union(*(packages.required(one, own, set()) for one in requirements)) - own.keys()
-    ):
-        packages.link(name, purelib(folder))
-    scripts = Path(sysconfig.get_path("scripts", "venv", scheme))
-    # --no-index: requirements are in the folder of wheels or linked; pip reports missing ones.
-    install = ("install", "--quiet", "--no-index", "--find-links", wheels, *requirements)
-    call(
-        sys.executable,
-        "-I",
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "--python",
-        scripts / "python",
-        *install,
-    )
-    return scripts
+    def __init__(self, folder: Path, names: set[str], packages: Packages, warm: Warm | None):
+        call(sys.executable, "-m", "venv", "--without-pip", folder)
+        scheme = {"base": str(folder), "platbase": str(folder)}
+        self.purelib = Path(sysconfig.get_path("purelib", "venv", scheme))
+        for name in names:
+            packages.link(name, self.purelib)
+        scripts = Path(sysconfig.get_path("scripts", "venv", scheme))
+        self.python = scripts / "python"
+        (point,) = packages["geartrain"].entry_points.select(group="console_scripts")
+        script = scripts / point.name
+        script.write_text(
+            f"#!{self.python}\nimport sys\nfrom {point.module} import {point.attr}\n"
+            f"sys.exit({point.attr}())\n",
+            encoding="utf-8",
+        )
+        script.chmod(0o755)
+        self.geartrain = script
+        if warm is not None:
+            self.geartrain = warm.script(scripts / "warm_geartrain", script, self.python)
+            self.python = warm.script(scripts / "warm_python", python=self.python)
 
 
 # --- one distribution -----------------------------------------------------------------------------
 
 
 def check(
-    requirement: Requirement,
-    folder: Path,
-    wheels: Path,
-    own: dict[str, Distribution],
-    packages: Packages,
+    requirement: Requirement, folder: Path, own: set[str], packages: Packages, warm: Warm | None
 ):
-    """Install a distribution and test its plugins and commands. Return the line to print."""
+    """Test the plugins and commands of a distribution. Return the line to print.
+
+    Args:
+        own: the names of this repository's distributions.
+    """
     begun = time.monotonic()
     folder.mkdir()
     (folder / "target.py").write_text(TARGET, encoding="utf-8")
+    (folder / "load.py").write_text(LOAD, encoding="utf-8")
     (folder / "run").mkdir()
     (folder / "run" / "metrics.jsonl").write_text(METRICS, encoding="utf-8")
     is_alone = str(requirement) == "geartrain"
     # geartrain-cli runs the plugins of the other distributions.
-    requirements = [requirement] if is_alone else [requirement, Requirement("geartrain-cli")]
-    scripts = environment(folder / "venv", requirements, wheels, own, packages)
-    name = canonicalize_name(requirement.name)
-    installed = (
-        set().union(*(packages.required(one, own, set()) for one in requirements)) & own.keys()
-    )
-    declared = {one: list(own[one].entry_points) for one in installed}
+    names = packages.required(requirement) if is_alone else packages.required(requirement, CLI)
+    installed = names & own
+    there = Environment(folder / "venv", names, packages, None if is_alone else warm)
+    declared = {name: list(packages[name].entry_points) for name in installed}
     expected = sorted(
         point.name for points in declared.values() for point in points if point.group in GROUPS
     )
-    found = json.loads(
-        call(scripts / "python", "-c", LOAD, *installed, cwd=folder).stdout.splitlines()[-1]
-    )
+    loaded = call(there.python, "load.py", *installed, cwd=folder).stdout
+    found = json.loads(loaded.splitlines()[-1])
     assert found == expected, f"installed plugins are {found}, not {expected}"
-    tried = own.keys() & extras(own, requirement) if requirement.extras else {name}
-    points = [point for one in sorted(tried) for point in declared[one]]
-    names = {
+    if is_alone:
+        facts = ", ".join(alone(there, folder, packages))
+        return f"{requirement}: {facts}, {time.monotonic() - begun:.0f} s"
+    tried = own & extras(packages, requirement) or {canonicalize_name(requirement.name)}
+    points = [point for name in sorted(tried) for point in declared[name]]
+    of_kind = {
         kind: [point.name for point in points if GROUPS.get(point.group) == kind]
         for kind in GROUPS.values()
     }
-    if is_alone:
-        facts = ", ".join(alone(scripts, folder, packages))
-        return f"{requirement}: {facts}, {time.monotonic() - begun:.0f} s"
     said = []
-    for one in names["strategy"]:
-        ranks = [] if one == "single" else ["--devices", "2"]
-        said.append(fit(scripts, folder, ["--accelerator", "cpu", "--strategy", one, *ranks], one))
-    said += [fit(scripts, folder, ["--accelerator", one], one) for one in names["accelerator"]]
-    selected = [one for one in names["plugin"] if one not in ADDED]
+    selected = [name for name in of_kind["plugin"] if name not in ADDED]
     if selected:
-        chosen = [word for one in selected for word in ("--plugin", one, *OPTIONS.get(one, ()))]
-        said.append(fit(scripts, folder, ["--accelerator", "cpu", *chosen], "+".join(selected)))
-    said += [
-        fit(
-            scripts,
-            folder,
-            ["--accelerator", "cpu", *ADDED[one][0]],
-            one,
-            added_target(folder, one),
+        chosen = [word for name in selected for word in ("--plugin", name, *OPTIONS.get(name, ()))]
+        said.append(fit(there, folder, ["--accelerator", "cpu", *chosen], "+".join(selected)))
+    if not requirement.extras:  # those of an extra's distributions are tested without it
+        for name in of_kind["strategy"]:
+            ranks = [] if name == "single" else ["--devices", "2"]
+            said.append(
+                fit(there, folder, ["--accelerator", "cpu", "--strategy", name, *ranks], name)
+            )
+        said += [
+            fit(there, folder, ["--accelerator", name], name) for name in of_kind["accelerator"]
+        ]
+        for name in of_kind["plugin"]:
+            if name in ADDED:
+                options = ["--accelerator", "cpu", *ADDED[name][0]]
+                said.append(fit(there, folder, options, name, added_target(folder, name)))
+    for name in of_kind["command"]:
+        done = call(there.geartrain, name, *COMMANDS[name], cwd=folder, may_fail=True)
+        assert done.returncode in CODES.get(name, (0,)), (
+            f"{name} ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}"
         )
-        for one in names["plugin"]
-        if one in ADDED
-    ]
-    for one in names["command"]:
-        done = call(scripts / "geartrain", one, *COMMANDS[one], cwd=folder, may_fail=True)
-        assert done.returncode in CODES.get(one, (0,)), (
-            f"{one} ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}"
-        )
-        said.append(one)
-    if requirement.name == "geartrain-cli":
+        said.append(name)
+    if requirement == CLI:
         missing = {
             point.name: other
-            for other in sorted(own.keys() - installed)
-            for point in own[other].entry_points
+            for other in sorted(own - installed)
+            for point in packages[other].entry_points
             if point.group == "geartrain.commands"
         }
-        said.append(missing_commands(scripts, folder, missing))
+        said.append(missing_commands(there, folder, missing))
     if requirement.name == "geartrain-session":
         (folder / "loop.py").write_text(LOOP, encoding="utf-8")
-        assert call(scripts / "python", "loop.py", cwd=folder).stdout == "steps: 1\n"
+        assert call(there.python, "loop.py", cwd=folder).stdout == "steps: 1\n"
         said.append("a loop")
     if requirement.name == "geartrain-parallel":
-        call(scripts / "python", "-c", "from geartrain.parallel import *", cwd=folder)
+        (folder / "names.py").write_text("from geartrain.parallel import *", encoding="utf-8")
+        call(there.python, "names.py", cwd=folder)
         said.append("its names")
     return f"{requirement}: {', '.join(said)}, {time.monotonic() - begun:.0f} s"
 
 
-def extras(own: dict[str, Distribution], requirement: Requirement):
+def extras(packages: Packages, requirement: Requirement):
     """Return the names of the distributions in the extras of a requirement."""
-    lines = [Requirement(line) for line in own[canonicalize_name(requirement.name)].requires or ()]
+    declared = packages[canonicalize_name(requirement.name)].requires or ()
+    lines = [Requirement(line) for line in declared]
     wanted = [
         line.name
         for line in lines
@@ -376,29 +386,26 @@ def extras(own: dict[str, Distribution], requirement: Requirement):
     return {canonicalize_name(name) for name in wanted}
 
 
-def alone(scripts: Path, folder: Path, packages: Packages):
+def alone(there: Environment, folder: Path, packages: Packages):
     """Train the digits example with core alone, and import each tool. Yield facts to print."""
-    for name in packages.required(DIGITS, {}, set()):
+    (folder / "tools.py").write_text(IMPORT, encoding="utf-8")
+    errors = json.loads(call(there.python, "tools.py", *TOOLS, cwd=folder).stdout)
+    for (tool, home), error in zip(TOOLS.items(), errors, strict=True):
+        said = f"is not installed. Fix: pip install {home}"
+        assert error.endswith(said), f"{tool}: {error}"
+    for name in packages.required(DIGITS):
         with contextlib.suppress(FileExistsError):
-            packages.link(name, purelib(folder / "venv"))
-    call(scripts / "python", "-c", ALONE, ROOT / "examples", cwd=folder)
+            packages.link(name, there.purelib)
+    call(there.python, "-c", ALONE, ROOT / "examples", cwd=folder)
     assert (folder / "digits" / "last.ckpt").exists()
     yield "digits"
-    for tool, home in TOOLS.items():
-        module, _, name = tool.rpartition(".")
-        done = call(
-            scripts / "python", "-c", f"from {module} import {name}", cwd=folder, may_fail=True
-        )
-        assert done.stderr.splitlines()[-1].endswith(
-            f"is not installed. Fix: pip install {home}"
-        ), f"{tool}: {done.stderr}"
-    done = call(scripts / "geartrain", "fit", "target.py", cwd=folder, may_fail=True)
+    done = call(there.geartrain, "fit", "target.py", cwd=folder, may_fail=True)
     said = "geartrain: the command line is not installed. Fix: pip install geartrain-cli\n"
     assert (done.returncode, done.stderr) == (2, said), done.stderr
     yield f"{len(TOOLS) + 1} tools that are missing"
 
 
-def missing_commands(scripts: Path, folder: Path, missing: dict[str, str]):
+def missing_commands(there: Environment, folder: Path, missing: dict[str, str]):
     """Call commands of other distributions, and manual optimisation, without them installed.
 
     Return facts to print.
@@ -407,13 +414,13 @@ def missing_commands(scripts: Path, folder: Path, missing: dict[str, str]):
         missing: a command -> its distribution.
     """
     for command, home in missing.items():
-        done = call(scripts / "geartrain", command, cwd=folder, may_fail=True)
+        done = call(there.geartrain, command, cwd=folder, may_fail=True)
         said = (
             f"geartrain {command}: geartrain {command} is not installed.\nFix: pip install {home}\n"
         )
         assert (done.returncode, done.stderr) == (2, said), f"{command}: {done.stderr}"
     done = call(
-        scripts / "geartrain",
+        there.geartrain,
         "fit",
         added_target(folder, "manual_optimisation"),
         cwd=folder,
@@ -437,11 +444,11 @@ def added_target(folder: Path, plugin: str):
     return f"{plugin}.py"
 
 
-def fit(scripts: Path, folder: Path, chosen: list[str], label: str, target: str = "target.py"):
+def fit(there: Environment, folder: Path, chosen: list[str], label: str, target: str = "target.py"):
     """Train two steps. Return facts to print. If the machine cannot run it, check the error."""
     output = folder / f"run of {label}"
     done = call(
-        scripts / "geartrain",
+        there.geartrain,
         "fit",
         target,
         "--max-steps",
@@ -469,32 +476,34 @@ def fit(scripts: Path, folder: Path, chosen: list[str], label: str, target: str 
 
 def main():
     folder = Path(sys.argv[1])
-    wheels, sources = (
-        folder / "wheels",
-        [ROOT / "core", *sorted(path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml"))],
-    )
-    pip = (sys.executable, "-I", "-m", "pip", "wheel", "--no-deps", "--no-build-isolation")
-    with ThreadPoolExecutor(2) as pool:
-        halves = (sources[::2], sources[1::2])
-        list(pool.map(lambda half: call(*pip, "--wheel-dir", wheels, *half), halves))
-    own = {}
-    for wheel in wheels.glob("*.whl"):
-        (found,) = distributions(path=[str(wheel)])
-        own[canonicalize_name(found.metadata["Name"])] = found
+    wheels, installed = folder / "wheels", folder / "installed"
+    sources = [ROOT / "core", *(path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml"))]
+    pip = (sys.executable, "-I", "-m", "pip", "install", "--quiet", "--no-index", "--no-deps")
+    call(*pip, "--target", installed, *build(wheels, sources))
+    own = {canonicalize_name(found.metadata["Name"]) for found in distributions(path=[installed])}
     assert len(own) == len(sources), sorted(own)
-    packages = Packages(Path(distribution("torch").locate_file("")))
+    packages = Packages(installed, Path(distribution("torch").locate_file("")))
     wanted = [Requirement(name) for name in sys.argv[2:] or [*sorted(own), "geartrain[standard]"]]
     failed = False
-    with ThreadPoolExecutor(2) as pool:
-        for number, result in [
-            (n, pool.submit(check, one, folder / str(n), wheels, own, packages))
-            for n, one in enumerate(wanted)
+    with tempfile.TemporaryDirectory() as short, ThreadPoolExecutor(2) as pool:
+        warm = None
+        if AVAILABLE:
+            base = Environment(folder / "base", packages.required(CLI) - own, packages, None)
+            warm = Warm(base.python, short, {**variables(), "PYTHONWARNINGS": "ignore"})
+        for requirement, result in [
+            (
+                requirement,
+                pool.submit(check, requirement, folder / str(number), own, packages, warm),
+            )
+            for number, requirement in enumerate(wanted)
         ]:
             try:
                 print(result.result(), flush=True)
             except Exception as error:
                 failed = True
-                print(f"{wanted[number]}: {error}", flush=True)
+                print(f"{requirement}: {error}", flush=True)
+        if warm is not None:
+            warm.end()
     sys.exit(failed)
 
 
