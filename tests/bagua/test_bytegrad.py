@@ -1,16 +1,14 @@
 """Means of known gradients on four ranks of two nodes: in 8 and 16 bits, in full, hierarchical."""
 
-import gc
-from contextlib import ExitStack
+import os
 
 import pytest
 import torch
-from several_ranks import program
+from several_ranks import kept_by
 from torch import nn
 
 import geartrain as gt
 from geartrain_bagua.minmax_uint8 import decode_plain, encode_plain
-from geartrain_testing.launching import free_port
 
 from .cases import bagua
 
@@ -50,7 +48,8 @@ class Known(gt.Module):
 
 def train_each_case():
     """Return what one step of each case has subtracted from the weights, in a bucket's order."""
-    gc.freeze()  # each run collects garbage at its end
+    node, local_rank = divmod(int(os.environ["RANK"]), 2)
+    os.environ.update(NODE_RANK=str(node), LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE="2")
     found = {}
     for name, options in CASES.items():
         module = Known()
@@ -59,20 +58,7 @@ def train_each_case():
     return found
 
 
-@pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("nodes")
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with ExitStack() as stack:
-        nodes = [
-            stack.enter_context(
-                program(folder, train_each_case, name=f"node-{i}", NODE_RANK=str(i), **address)
-            )
-            for i in range(2)
-        ]
-        for node in nodes:
-            node.succeed(110)
-    return [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in range(4)]
+four_ranks = kept_by(train_each_case, ranks=4)
 
 
 def gradients():

@@ -102,7 +102,7 @@ def fast(x: torch.Tensor) -> tuple:
     return codes, bounds, decode(codes, bounds)
 
 
-@settings(deadline=None, max_examples=250)
+@settings(deadline=None, max_examples=60)
 @given(chunks(), st.sampled_from([4, 24, 200, minmax_uint8.TILE]))
 def test_equal_codes_for_any_input(x, tile):
     expected = by_formula(x)
