@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import sys
+from contextlib import suppress
 
 import pytest
 
@@ -18,6 +19,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+with suppress(ImportError):  # the environment discovery
+    from hypothesis import settings
+
+    settings.register_profile("default", deadline=None, max_examples=40)
+    settings.register_profile("full", deadline=None, max_examples=250)
+    settings.load_profile("default")
 
 
 def pytest_collection_finish(session):

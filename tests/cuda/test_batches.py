@@ -80,7 +80,7 @@ def test_a_copy_runs_in_parallel_to_a_step(gpu):
     assert side.clock.get(gpu.compute, 0) < gpu.compute.clock[gpu.compute]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_any_use_of_batches_is_free_of_races(data):
     """Steps keep batches for some time, read them again, validate in between, and end early."""

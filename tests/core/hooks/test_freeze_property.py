@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import example, given, settings, strategies as st
+from hypothesis import example, given, strategies as st
 from pluggy import HookCaller, PluginManager
 
 from geartrain import GeartrainError, hookimpl, hookspecs
@@ -211,7 +211,6 @@ def any_hook():
     )
 
 
-@settings(max_examples=200, deadline=None)
 @given(any_hook())
 @example(("forward", [Impl(("method", "args", "run"), form="positional", does="none")]))
 @example(("forward", [Impl(("run", "method", "args"), form="own_default")]))
@@ -234,7 +233,6 @@ def test_a_frozen_hook_is_called_as_before_the_freeze(case):
         assert outcome(pluggys, deeds, arguments) == expected
 
 
-@settings(max_examples=200, deadline=None)
 @given(any_hook())
 @example(
     ("forward", [Impl((), does="stop"), Impl((), before="", fails="from"), Impl((), before="")])

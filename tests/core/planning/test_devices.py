@@ -1,7 +1,7 @@
 """The ``devices=`` grammar: each row of its table; any other value is a UsageError."""
 
 import pytest
-from hypothesis import example, given, settings, strategies as st
+from hypothesis import example, given, strategies as st
 
 from geartrain import UsageError
 from geartrain.planning.devices import parse_devices
@@ -136,7 +136,6 @@ def outcome(value, **kind):
         return None
 
 
-@settings(max_examples=200, deadline=None)
 @given(anything, st.integers(0, 8))
 @example(NoTruth(), 4)
 @example([NoTruth()], 4)
@@ -155,7 +154,6 @@ def test_any_value_gives_distinct_visible_indices_or_a_usage_error(value, availa
         )
 
 
-@settings(max_examples=100, deadline=None)
 @given(anything, st.integers(1, 8))
 @example(NoTruth(), 4)
 @example("1" * 5000, 4)
