@@ -26,6 +26,7 @@ class GPU:
         self.blocks = {}
         self.stack = [self.compute]
         monkeypatch.setattr(torch.cuda, "Stream", self._new_stream)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "stream", self._enter)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.stack[-1])
         waits = "the CPU waits for the GPU"
@@ -104,19 +105,23 @@ class Stream:
     def advance(self):
         self.clock[self] = self.clock.get(self, 0) + 1
 
-    def record_event(self):
-        return dict(self.clock)
-
     def wait_event(self, event):
         self.waits += 1
-        for stream, when in event.items():
+        for stream, when in event.clock.items():
             self.clock[stream] = max(self.clock.get(stream, 0), when)
-
-    def wait_stream(self, other):
-        self.wait_event(other.record_event())
 
     def synchronize(self):
         pytest.fail("the CPU waits for the GPU")
+
+
+class Event:
+    """A point in a stream's work. A stream waits for what was recorded when it was told to."""
+
+    def __init__(self):
+        self.clock = {}
+
+    def record(self, stream):
+        self.clock = dict(stream.clock)
 
 
 class CPUBatch:

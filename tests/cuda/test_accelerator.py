@@ -21,7 +21,7 @@ from geartrain_cuda.batches import Prefetcher
 from geartrain_cuda.settings import Settings
 
 from .fake_pynvml import FakeGPU
-from .fake_streams import GPU
+from .fake_streams import GPU, Event
 
 # --- options --------------------------------------------------------------------------------------
 
@@ -280,6 +280,7 @@ def cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: fake.initialized)
     monkeypatch.setattr(torch, "zeros", zeros)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: ("stream", device.index))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(
         torch.cuda, "synchronize", lambda device: fake.calls.append(("wait", device.index))
     )

@@ -6,7 +6,7 @@ import pynvml
 import pytest
 import torch
 
-from geartrain_cuda import CUDAAccelerator
+from geartrain_cuda import CUDAAccelerator, diagnose
 
 from .fake_pynvml import MIB, FakeGPU
 
@@ -145,7 +145,7 @@ ARCHITECTURES, SINGLE = ["sm_80", "sm_90", "compute_90"], ["sm_100a", "sm_90a"]
 def test_a_gpu_without_kernels_in_torch_is_a_problem(
     machine, monkeypatch, architectures, capability, right
 ):
-    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: architectures)
+    monkeypatch.setattr(diagnose, "_architectures", lambda: architectures)
     machine(FakeGPU("GPU-a", capability=capability))
     found = problems()
     assert (found == []) == right

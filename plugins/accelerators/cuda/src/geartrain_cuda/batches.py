@@ -61,6 +61,10 @@ class Prefetcher:
         if prefetch:
             # One for the whole run: each stream has its own memory pool, which keeps its memory.
             self.side: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            #: Recorded again for each copy: a stream that waits for an event waits for the work
+            #: recorded when it was told to. A new event would cost as much as the copy of a small
+            #: batch.
+            self.queued: torch.cuda.Event = new_event()
 
     def batches(self, run: Run, loader: Iterable[Any], stage: str) -> Iterator[Any]:
         """Return the batches of a loader on the GPU, for the hook ``device_batches``."""
@@ -73,8 +77,10 @@ class Prefetcher:
         module, fresh = run.module, pins_new_memory(loader)
 
         def when_due(batch: Any) -> Any:
-            source = self.pin(module.on_before_batch_transfer(batch, index), fresh)
-            return module.on_after_batch_transfer(move(source, self.device), index)
+            batch = module.on_before_batch_transfer(batch, index)
+            if not on_device(batch, self.device):
+                batch = move(self.pin(batch, fresh), self.device)
+            return module.on_after_batch_transfer(batch, index)
 
         return MappedBatches(iter(loader), loader, when_due)
 
@@ -118,8 +124,8 @@ class _Copy:
     #: the GPU belongs to the compute stream's pool, which may reuse it only after that.
     source: Any
     batch: Any
-    #: Recorded on the side stream after the copy.
-    done: torch.cuda.Event
+    #: Recorded on the side stream after the copy. ``None`` for a batch that was not copied.
+    done: torch.cuda.Event | None
 
 
 class Ahead:
@@ -142,20 +148,20 @@ class Ahead:
         self._iterator: Iterator[Any] | None = iter(loader)
         self._ahead, self._fresh = prefetcher.prefetch, pins_new_memory(loader)
         self._copies: deque[_Copy] = deque()
+        self._events: list[torch.cuda.Event] = []  # of copies that are done
         self._failure: Exception | None = None
 
     def __iter__(self) -> Ahead:
         return self
 
     def __next__(self) -> Any:
-        compute = torch.cuda.current_stream(self._prefetcher.device)
         while self._iterator is not None and len(self._copies) <= self._ahead:
             try:
-                self._read_one(compute)
+                self._read_one()
             except Exception as error:  # raised after the earlier batches, as without prefetch
                 self._failure, self._iterator = error, None
         if self._copies:
-            return self._due(compute)
+            return self._due()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -170,7 +176,7 @@ class Ahead:
         self._iterator = self._failure = None
         self._copies.clear()
 
-    def _read_one(self, compute: torch.cuda.Stream) -> None:
+    def _read_one(self) -> None:
         """Queue the copy of the next batch, if any. The CPU does not wait for pinned memory."""
         assert self._iterator is not None
         if self._left == 0:
@@ -186,27 +192,41 @@ class Ahead:
             return
         self._left = None if self._left is None else self._left - 1
         source = self._module.on_before_batch_transfer(source, self._index)
+        device, side = self._prefetcher.device, self._prefetcher.side
+        if on_device(source, device):
+            self._copies.append(_Copy(source, source, None))
+            # From now on, each step is queued before the loader continues.
+            self._ahead = 0
+            return
         source = self._prefetcher.pin(source, self._fresh)
-        side = self._prefetcher.side
+        done = self._events.pop() if self._events else new_event()
         # The copy starts when all queued work is done. This makes its memory safe to write (see the
         # module's docstring), and a source on the GPU safe to read. The next step is queued after
         # this, so the copy runs in parallel to it.
-        side.wait_stream(compute)
+        self._prefetcher.queued.record(torch.cuda.current_stream(device))
+        side.wait_event(self._prefetcher.queued)
         with torch.cuda.stream(side):
-            batch = move(source, self._prefetcher.device)
-            self._copies.append(_Copy(source, batch, side.record_event()))
+            batch = move(source, device)
+            done.record(side)
+        self._copies.append(_Copy(source, batch, done))
         if stays(source, batch):
-            # From now on, each step is queued before the loader continues.
             self._ahead = 0
 
-    def _due(self, compute: torch.cuda.Stream) -> Any:
+    def _due(self) -> Any:
         """Return the oldest copy. Keep no reference to it, so that the loop can free its memory."""
         due = self._copies.popleft()
         # The compute stream waits here, not the CPU. With prefetch=1 the copy ran in parallel to
         # the previous step.
-        compute.wait_event(due.done)
+        if due.done is not None:
+            torch.cuda.current_stream(self._prefetcher.device).wait_event(due.done)
+            self._events.append(due.done)
         # Only now, and on the compute stream: this hook may read buffers that training changes.
         return self._module.on_after_batch_transfer(due.batch, self._index)
+
+
+def new_event() -> torch.cuda.Event:
+    """Return an event that streams can wait for."""
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 def pins_new_memory(loader: Iterable[Any]) -> bool:
@@ -242,6 +262,15 @@ def pinned(data: Any, fresh: bool = True) -> Any:
     except NotImplementedError:
         return data
     return map_nested(data, lambda item: pinned(item, fresh))
+
+
+def on_device(batch: Any, device: torch.device) -> bool:
+    """True if a batch is a tensor on ``device``, or a list or tuple of nothing but such tensors.
+
+    It needs neither a copy nor a stream. (For other forms, copying finds the same at more cost.)
+    """
+    parts = batch if type(batch) in (list, tuple) else (batch,)
+    return all(type(part) is torch.Tensor and part.device == device for part in parts)
 
 
 def stays(source: Any, batch: Any) -> bool:

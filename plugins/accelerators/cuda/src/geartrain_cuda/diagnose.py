@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 
 from geartrain_cuda.nvml import GPU, Session, Unavailable, session
 from geartrain_cuda.stats import throttles
-from geartrain_cuda.usable import count_without_nvml
+from geartrain_cuda.usable import count_without_nvml, run_alone
 from geartrain_cuda.visible import View, view
 
 _INSTALL = "https://pytorch.org/get-started/locally/"
@@ -78,7 +79,7 @@ def diagnose() -> dict[str, Any]:
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
         "torch_hip": torch.version.hip,
-        "cudnn": _or_none(torch.backends.cudnn.version) if torch.version.cuda is not None else None,
+        "cudnn": _cudnn(),
         "nccl": _nccl(),
         "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "driver": None,
@@ -114,6 +115,30 @@ def _or_none(ask: Callable[[], Any]) -> str | None:
     except Exception:  # a library that torch was built with is missing here
         return None
     return None if found is None else str(found)
+
+
+@cache
+def _description() -> str:
+    """Return torch's description of its build, or "" if it has none.
+
+    Another process asks. The description, ``torch.backends.cudnn.version()`` and
+    ``torch.cuda.get_arch_list()`` initialize CUDA's driver, and a process that is forked after that
+    cannot use CUDA.
+    """
+    if torch.version.cuda is None:
+        return ""
+    text, error = run_alone("import torch; print(torch.__config__.show())", {})
+    return text if error is None else ""
+
+
+def _cudnn() -> str | None:
+    found = re.search(r"CuDNN ([\d.]+)", _description())
+    return None if found is None else found[1]
+
+
+def _architectures() -> list[str]:
+    """Return the architectures that torch is built for, such as ``sm_90``."""
+    return re.findall(r"code=(\w+)", _description())
 
 
 def _nccl() -> str | None:
@@ -207,7 +232,7 @@ def _of_gpus(nvml: Session, seen: View) -> list[str]:
 
 def _too_new(gpu: GPU, owner: GPU) -> list[str]:
     """Return a problem if torch has neither kernels for this GPU nor code to compile for it."""
-    capability, built = owner.ask("nvmlDeviceGetCudaComputeCapability"), torch.cuda.get_arch_list()
+    capability, built = owner.ask("nvmlDeviceGetCudaComputeCapability"), _architectures()
     if capability is None or not built or torch.version.hip is not None:
         return []
     major, minor = capability

@@ -145,7 +145,7 @@ def count_without_nvml() -> int:
         return 0
     deciding = tuple(map(os.environ.get, _DECIDING))
     if deciding not in _counted:
-        counted, error = _run(_COUNT, {})
+        counted, error = run_alone(_COUNT, {})
         last = counted.split()[-1:]  # other code may print when Python or torch starts
         found = int(last[0]) if error is None and last and last[0].isdecimal() else None
         if found is None:
@@ -198,11 +198,11 @@ def probe(name: str) -> str | None:
     Returns:
         ``None`` if it worked, else the reason.
     """
-    _, error = _run(_PROBE, {_variable(): name})
+    _, error = run_alone(_PROBE, {_variable(): name})
     return None if error is None else f"an allocation {error}"
 
 
-def _run(code: str, visible: Mapping[str, str]) -> tuple[str, str | None]:
+def run_alone(code: str, visible: Mapping[str, str]) -> tuple[str, str | None]:
     """Run a line of Python in another process.
 
     Args:
