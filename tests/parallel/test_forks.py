@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from geartrain.plugin_api import Interrupted
+from geartrain.launch.signals import Interrupted
 from geartrain_parallel import forks
 from geartrain_parallel.signals import raise_on_signals
 

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from geartrain.plugin_api import Interrupted
+from geartrain.launch.signals import Interrupted
 from geartrain_parallel.reports import ERROR_FILE, begin, report
 from geartrain_parallel.signals import raise_on_signals
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 import geartrain as gt
+from geartrain.launch.signals import Interrupted
 from geartrain_parallel import rerun_command as relaunch, workers
 from geartrain_parallel.reports import begin, leave, report
-from geartrain_parallel.signals import Interrupted
 from geartrain_parallel.supervisor import is_stopped
 from geartrain_parallel.workers import Workers
 from geartrain_testing.launching import HAS_PROC, until

@@ -16,6 +16,8 @@ from geartrain.launch import forks
 from geartrain.launch.forks import not_inherited
 from geartrain.launch.signals import Interrupted, raise_on_signals
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
 
 @pytest.fixture
 def pipe():
@@ -36,7 +38,7 @@ def test_a_signal_to_a_forked_child_neither_wakes_the_watcher_of_its_rank_nor_ra
     )
     before = signal.set_wakeup_fd(writing)
     try:
-        with raise_on_signals():
+        with raise_on_signals(SIGNALS):
             child.start()
             assert started.wait(10)
             child.terminate()
@@ -50,7 +52,7 @@ def test_a_signal_to_a_forked_child_neither_wakes_the_watcher_of_its_rank_nor_ra
 
 
 def test_a_signal_to_a_child_that_was_just_forked_is_not_lost():
-    with raise_on_signals():
+    with raise_on_signals(SIGNALS):
         for _ in range(20):
             child = multiprocessing.get_context("fork").Process(target=signal.pause)
             child.start()
@@ -67,7 +69,7 @@ def test_a_signal_that_comes_in_the_middle_of_a_fork_still_ends_the_run(monkeypa
         child.start()
         time.sleep(10)
 
-    with raise_on_signals(), pytest.raises(Interrupted, match="ended by SIGTERM"):
+    with raise_on_signals(SIGNALS), pytest.raises(Interrupted, match="ended by SIGTERM"):
         start_and_wait()
     child.join(10)
     assert child.exitcode == 0

@@ -9,6 +9,8 @@ from small_models import Net, fit
 
 from geartrain.launch.signals import Interrupted, raise_on_signals
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
 
 def ended_by(number):
     os.kill(os.getpid(), number)
@@ -17,7 +19,7 @@ def ended_by(number):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_is_an_error_that_names_it_and_handlers_are_restored(number):
     before = signal.getsignal(number)
-    with raise_on_signals(), pytest.raises(Interrupted, match=f"ended by {number.name}"):
+    with raise_on_signals(SIGNALS), pytest.raises(Interrupted, match=f"ended by {number.name}"):
         ended_by(number)
     assert signal.getsignal(number) is before
 
@@ -26,7 +28,7 @@ def test_a_hangup_that_is_ignored_stays_so():
     """nohup ignores it."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with raise_on_signals():
+        with raise_on_signals(SIGNALS):
             ended_by(signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
@@ -38,7 +40,7 @@ def test_a_handler_of_the_program_stays():
     heard = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     try:
-        with raise_on_signals():
+        with raise_on_signals(SIGNALS):
             ended_by(signal.SIGTERM)
         assert heard == [signal.SIGTERM]
     finally:
@@ -47,7 +49,7 @@ def test_a_handler_of_the_program_stays():
 
 def test_another_thread_changes_nothing():
     def other():
-        with raise_on_signals():
+        with raise_on_signals(SIGNALS):
             handlers.append(signal.getsignal(signal.SIGTERM))
 
     handlers = []

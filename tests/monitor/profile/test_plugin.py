@@ -167,10 +167,10 @@ def test_wrong_options_are_refused(options):
 
 
 def test_file_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch, capsys):
-    def full(path, text):
+    def full(path):
         raise OSError("disk full")
 
-    monkeypatch.setattr("geartrain_monitor.profile.plugin.write_text_file", full)
+    monkeypatch.setattr("geartrain_monitor.profile.plugin.replacing", full)
     with pytest.warns(UserWarning, match="profile.json is not written: disk full"):
         fit(plugins=[Profile(trace=False)], output=tmp_path)
     assert rows(capsys.readouterr().out)["forward"] > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from geartrain.hookspecs import hookimpl
-from geartrain.loop.optimizers import clip, parameters_of
+from geartrain.loop.optimizers import parameters_of
 from geartrain.loop.run import Run
 
 
@@ -16,4 +16,8 @@ class GradientClipping:
     def clip_gradients(self, run: Run) -> torch.Tensor | None:
         limit = run.plan.options.gradient_clip_val
         assert limit is not None
-        return clip(parameters_of(run.optimizers), limit, run.plan.options.gradient_clip_algorithm)
+        parameters = parameters_of(run.optimizers)
+        if run.plan.options.gradient_clip_algorithm == "value":
+            torch.nn.utils.clip_grad_value_(parameters, limit)
+            return None
+        return torch.nn.utils.clip_grad_norm_(parameters, limit)

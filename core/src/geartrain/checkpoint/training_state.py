@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
@@ -97,7 +97,7 @@ def _states_of_parts(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     shared: dict[str, Any] = {}
     unshared: dict[str, Any] = {}
-    alike = strategy_can(run.hooks.parts, "identical_weights")
+    alike = run.hooks.strategy_can("identical_weights")
     for name, part in named_parts(run.hooks.parts).items():
         state = _portable(part.plugin.state_dict(), part.info.label)
         if state is not None and _same_on_all_ranks(part):
@@ -122,17 +122,6 @@ def named_parts(parts: tuple[LoadedPlugin, ...]) -> dict[str, LoadedPlugin]:
 
 def _same_on_all_ranks(part: LoadedPlugin) -> bool:
     return bool(getattr(part.plugin, "same_on_all_ranks", False))
-
-
-def strategy_can(parts: tuple[LoadedPlugin, ...], capability: str) -> bool:
-    """True unless the strategy declares ``capabilities = {capability: False}``."""
-    strategies = [part.plugin for part in parts if part.info.kind == "strategy"]
-    declared = [getattr(strategy, "capabilities", None) for strategy in strategies]
-    return all(
-        capabilities.get(capability, True)
-        for capabilities in declared
-        if isinstance(capabilities, Mapping)
-    )
 
 
 def _portable(state: Any, whose: str) -> Any:

@@ -26,7 +26,7 @@ def user_path(given: Any, name: str) -> Path:
         raise UsageError(
             f"{name}={given!r} is not a path. Fix: use a file or a folder on this machine"
         )
-    if is_url(str(given)):
+    if _URL.match(str(given)):
         raise UsageError(
             f"{name}={str(given)!r} is a URL, and geartrain reads and writes files only. "
             "Fix: use a path on this machine, and copy the files to or from the storage yourself"
@@ -38,8 +38,3 @@ def user_path(given: Any, name: str) -> Path:
             "Fix: write the whole path, or './~...' for a folder of that name"
         )
     return Path(path)
-
-
-def is_url(text: str) -> bool:
-    """True if a path begins as a URL does."""
-    return _URL.match(text) is not None

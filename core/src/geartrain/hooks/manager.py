@@ -6,7 +6,7 @@ import functools
 import inspect
 import operator
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -285,6 +285,12 @@ class Hooks:
         """True if core's default owns a single hook and nothing wraps it."""
         owner = self.owner(hook)
         return owner is not None and owner.kind == "default" and not self.wrappers(hook)
+
+    def strategy_can(self, capability: str) -> bool:
+        """True unless the strategy declares ``capabilities = {capability: False}``."""
+        strategies = [part.plugin for part in self._parts if part.info.kind == "strategy"]
+        declared = [getattr(strategy, "capabilities", None) for strategy in strategies]
+        return all(can.get(capability, True) for can in declared if isinstance(can, Mapping))
 
     def wrappers(self, hook: str) -> list[PluginInfo]:
         """Return the parts that wrap a hook, outermost first."""

@@ -64,7 +64,11 @@ class LoadedPlugin:
     def __reduce__(self) -> tuple[Any, ...]:
         if self.recreate is None:
             return LoadedPlugin, (self.info, self.plugin, self.options)
-        return _recreated, (self.info, self.options, self.recreate, state_of(self.plugin))
+        return _recreated, (self.info, self.options, self.recreate, self.state())
+
+    def state(self) -> Any:
+        """Return the object's ``state_dict()``, or ``None`` if it keeps no state."""
+        return self.plugin.state_dict() if keeps_state(self.plugin) else None
 
 
 def _recreated(
@@ -74,11 +78,6 @@ def _recreated(
     if state is not None:
         plugin.load_state_dict(state)
     return LoadedPlugin(info, plugin, options, recreate)
-
-
-def state_of(plugin: Any) -> Any:
-    """Return a plugin's ``state_dict()``, or ``None`` if it keeps no state."""
-    return plugin.state_dict() if keeps_state(plugin) else None
 
 
 def keeps_state(plugin: Any) -> bool:

@@ -12,8 +12,6 @@ from typing import Any
 
 from geartrain.launch.forks import handlers_not_inherited, is_forking
 
-#: Signals that end a run; without a handler each would kill this process without tear-down.
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 #: Seconds after which a signal that arrived during a fork is sent again.
 _AGAIN = 0.05
 
@@ -26,7 +24,7 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def raise_on_signals(
-    signals: Sequence[signal.Signals] = SIGNALS,
+    signals: Sequence[signal.Signals],
     is_expected: Callable[[int], bool] = lambda number: False,
 ) -> Iterator[None]:
     """Let the signals that end a program raise :class:`Interrupted`, so that set-up is torn down.

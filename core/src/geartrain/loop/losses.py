@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from geartrain.checkpoint.training_state import strategy_can
 from geartrain.errors import TrainingError
 from geartrain.loop.optimizers import parameters_of
 
@@ -123,7 +122,7 @@ def supported(run: Run) -> bool:
 
     A strategy declares that it does not with ``capabilities = {"weighted_loss": False}``.
     """
-    return run.world.size == 1 or strategy_can(run.hooks.parts, "weighted_loss")
+    return run.world.size == 1 or run.hooks.strategy_can("weighted_loss")
 
 
 def _number(run: Run, weight: Any) -> float | torch.Tensor:

@@ -240,15 +240,3 @@ def step_plateaus(run: Run, ends: str = "") -> None:
             if schedule.strict:
                 raise UsageError(text)
             warnings.warn(f"{text} Training continues without", stacklevel=2)
-
-
-def clip(parameters: list[torch.nn.Parameter], limit: float, algorithm: str) -> torch.Tensor | None:
-    """Clip gradients by ``"norm"`` or ``"value"``.
-
-    Returns:
-        For ``"norm"`` the total norm before clipping (0-d, on the device), otherwise ``None``.
-    """
-    if algorithm == "value":
-        torch.nn.utils.clip_grad_value_(parameters, limit)
-        return None
-    return torch.nn.utils.clip_grad_norm_(parameters, limit)

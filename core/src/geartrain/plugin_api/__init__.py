@@ -16,15 +16,10 @@ from geartrain.files.atomic import (
     AppendedFile as AppendedFile,
     remove_abandoned as remove_abandoned,
     replacing as replacing,
-    write_text_file as write_text_file,
 )
-from geartrain.files.paths import is_url as is_url, user_path as user_path
+from geartrain.files.paths import user_path as user_path
 from geartrain.hooks.manager import Hooks as Hooks
-from geartrain.hooks.plugin_info import (
-    LoadedPlugin as LoadedPlugin,
-    PluginInfo as PluginInfo,
-    state_of as state_of,
-)
+from geartrain.hooks.plugin_info import LoadedPlugin as LoadedPlugin, PluginInfo as PluginInfo
 from geartrain.hooks.spelling import (
     OF_PLUGINS as OF_PLUGINS,
     OVERRIDES as OVERRIDES,

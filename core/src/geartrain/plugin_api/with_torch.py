@@ -6,16 +6,12 @@ from geartrain.checkpoint.checkpoints import (
     save_checkpoint_file as save_checkpoint_file,
 )
 from geartrain.checkpoint.files import progress as progress
-from geartrain.checkpoint.training_state import (
-    load_optimizer as load_optimizer,
-    strategy_can as strategy_can,
-)
+from geartrain.checkpoint.training_state import load_optimizer as load_optimizer
 from geartrain.data.loaders import (
     BatchSizer as BatchSizer,
     MappedBatches as MappedBatches,
     close_batches as close_batches,
     count_batches as count_batches,
-    is_loader as is_loader,
     length as length,
     loader_batch_size as loader_batch_size,
     single_loaders as single_loaders,
@@ -36,16 +32,11 @@ from geartrain.launch.forks import (
     not_inherited as not_inherited,
     share_temporary_folder as share_temporary_folder,
 )
-from geartrain.launch.signals import (
-    SIGNALS as SIGNALS,
-    Interrupted as Interrupted,
-    raise_on_signals as raise_on_signals,
-)
+from geartrain.launch.signals import raise_on_signals as raise_on_signals
 from geartrain.loop.events import Events as Events
 from geartrain.loop.fit import backward as backward, end_of_epoch as end_of_epoch
 from geartrain.loop.optimizers import (
     about_to_step as about_to_step,
-    clip as clip,
     mean_over_ranks as mean_over_ranks,
     needs_closure as needs_closure,
     parameters_of as parameters_of,

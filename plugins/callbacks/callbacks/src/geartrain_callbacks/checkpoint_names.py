@@ -8,11 +8,13 @@ from itertools import count
 from pathlib import Path, PurePosixPath
 
 from geartrain import TrainingError, UsageError
-from geartrain.plugin_api import is_url, nearest
+from geartrain.plugin_api import nearest
 
 #: A name in braces, optionally with a format after a colon.
 _FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
 SUFFIX = ".ckpt"
+#: The beginning of a URL. A Windows drive has one letter.
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def check_pattern(pattern: str) -> str:
@@ -28,7 +30,7 @@ def check_pattern(pattern: str) -> str:
             f"model_checkpoint: filename={pattern!r} is not a name. "
             "Fix: write it as '{epoch}-{val_loss:.2f}'"
         )
-    if not is_inside(pattern) or pattern.startswith("~") or is_url(pattern):
+    if not is_inside(pattern) or pattern.startswith("~") or _URL.match(pattern):
         raise UsageError(
             f"model_checkpoint: filename={pattern!r} leads out of the folder. Fix: dirpath"
         )

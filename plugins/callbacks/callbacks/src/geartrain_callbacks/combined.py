@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from geartrain import TrainingError, UsageError
-from geartrain.plugin_api import close_batches, drawing_from, is_loader, length, nearest
+from geartrain.plugin_api import close_batches, drawing_from, length, nearest
 
 #: Modes of :class:`CombinedLoader`; Lightning has the same.
 MODES = ("min_size", "max_size", "max_size_cycle", "sequential")
@@ -120,7 +120,7 @@ def _check(named: Mapping[str, Any]) -> None:
         message, hint = "", _FIX
         if isinstance(loader, CombinedLoader) or _holds_loaders(loader):
             message, hint = "holds loaders itself", f"{_FIX}, without nesting"
-        elif not is_loader(loader) or isinstance(loader, Mapping):
+        elif _is_batch(loader) or not isinstance(loader, Iterable):
             message = f"is a {type(loader).__name__}, which is not a loader"
         elif isinstance(loader, Iterator):
             message = f"is a {type(loader).__name__}, which can be read only once"
@@ -137,6 +137,13 @@ def _holds_loaders(thing: Any) -> bool:
     items = thing.values() if isinstance(thing, Mapping) else thing
     is_form = isinstance(thing, Mapping | list | tuple)
     return is_form and any(isinstance(item, torch.utils.data.DataLoader) for item in items)
+
+
+def _is_batch(thing: Any) -> bool:
+    is_text = isinstance(thing, str | bytes)
+    return (
+        is_text or isinstance(thing, Mapping) or hasattr(thing, "to") or hasattr(thing, "__array__")
+    )
 
 
 def empty(name: str, loader: Any, when: str = "is empty") -> TrainingError:

@@ -11,7 +11,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from geartrain import Run, UsageError, hookimpl
-from geartrain.plugin_api import strategy_can
 from geartrain_callbacks.callback import Adapter, Callback
 
 if TYPE_CHECKING:
@@ -202,7 +201,7 @@ class _FinetuningAdapter(Adapter):
     @hookimpl(wrapper=True)
     def setup_process_group(self, run: Run) -> Generator[None, Any, Any]:
         world = yield
-        waits = world.size > 1 and not strategy_can(run.hooks.parts, "unused_parameters")
+        waits = world.size > 1 and not run.hooks.strategy_can("unused_parameters")
         if waits and run.command == "fit":
             raise UsageError(
                 f"{type(self.callback).__name__} freezes parameters, and the strategy "

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from geartrain_parallel._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from geartrain.plugin_api import SIGNALS, ClusterEnvironment, detect
+    from geartrain.plugin_api import ClusterEnvironment, detect
     from geartrain_parallel import bootstrap, rendezvous, sockets
     from geartrain_parallel.bootstrap import die_with_parent, write_output_to
     from geartrain_parallel.collectives import (
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
     from geartrain_parallel.ranks import SeveralRanks
     from geartrain_parallel.reports import ERROR_FILE, report
     from geartrain_parallel.sharding import shard
-    from geartrain_parallel.signals import raise_on_signals
+    from geartrain_parallel.signals import SIGNALS, raise_on_signals
     from geartrain_parallel.strategy import ProcessGroupStrategy
     from geartrain_parallel.supervisor import RankHandle, Supervisor
 
 #: Module -> its names, as above.
 _NAMES = {
-    "geartrain.plugin_api": "ClusterEnvironment SIGNALS detect",
+    "geartrain.plugin_api": "ClusterEnvironment detect",
     "geartrain_parallel": "bootstrap rendezvous sockets",
     "geartrain_parallel.bootstrap": "die_with_parent write_output_to",
     "geartrain_parallel.collectives": (
@@ -66,7 +66,7 @@ _NAMES = {
     "geartrain_parallel.ranks": "SeveralRanks",
     "geartrain_parallel.reports": "ERROR_FILE report",
     "geartrain_parallel.sharding": "shard",
-    "geartrain_parallel.signals": "raise_on_signals",
+    "geartrain_parallel.signals": "SIGNALS raise_on_signals",
     "geartrain_parallel.strategy": "ProcessGroupStrategy",
     "geartrain_parallel.supervisor": "RankHandle Supervisor",
 }

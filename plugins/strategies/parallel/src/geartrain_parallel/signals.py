@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from geartrain import plugin_api
-from geartrain.plugin_api import SIGNALS, Interrupted
 from geartrain_parallel.failures import is_connection
 from geartrain_parallel.reports import ERROR_FILE, failed_at
+
+#: Signals that end a rank; without a handler each would kill it without tear-down.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def raise_on_signals(signals: Sequence[signal.Signals] = SIGNALS) -> AbstractContextManager[None]:
@@ -32,7 +34,7 @@ def _is_ending(number: int) -> bool:
         return True  # it is in teardown
     error = sys.exception()
     # Ctrl-C reaches ranks and starter at the same time, and the starter then sends SIGTERM, too.
-    if isinstance(error, Interrupted):
+    if hasattr(error, "signal_name"):
         return True
     # The rank has just lost its peers. The signal arrived during a collective, and Python handles
     # it only now. Another error here would prevent teardown.

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from geartrain.plugin_api import LoadedPlugin, MetricStore, map_tensors, read_optimizers, state_of
+from geartrain.plugin_api import LoadedPlugin, MetricStore, map_tensors, read_optimizers
 
 if TYPE_CHECKING:
     from geartrain import Module, Run
@@ -128,7 +128,7 @@ def apply_result(run: Run, brought: RankResult) -> Any:
     if run.trainer.datamodule is not None:
         _set(run.trainer.datamodule, _copy(brought.datamodule))
     for part, state in zip(_plugins(run), brought.plugins, strict=True):
-        if state_of(part.plugin) is not None:
+        if part.state() is not None:
             part.plugin.load_state_dict(_copy(state))
         else:
             _set(part.plugin, _copy(state))
@@ -239,7 +239,7 @@ def _plugins(run: Run) -> list[LoadedPlugin]:
 
 
 def _plugin_state(part: LoadedPlugin) -> Any:
-    state = state_of(part.plugin)
+    state = part.state()
     if state is not None:
         return state
     # A file of functions is a module, whose globals are no state. Objects with slots have none.

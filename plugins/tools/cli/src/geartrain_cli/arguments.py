@@ -19,7 +19,15 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from geartrain import Trainer, UsageError
-from geartrain.plugin_api import KNOWN, Registry, file_plugin, hint, is_file, nearest, user_path
+from geartrain.plugin_api import (
+    KNOWN,
+    Registry,
+    file_plugin,
+    is_file,
+    nearest,
+    user_path,
+    write_instead,
+)
 from geartrain_cli.target import Target, find_target
 
 #: Options that may be given several times -> the key that holds their list.
@@ -488,8 +496,8 @@ def _readable(message: str, parser: ArgumentParser, names: Names) -> str:
 
 
 def _unknown_option(name: str, parser: ArgumentParser, names: Names) -> str:
-    if instead := hint("option", name):
-        return f"there is no option --{name}. Write: {instead}"
+    if instead := write_instead("option", name):
+        return f"there is no option --{name}{instead}"
     typed = re.sub(r"^(strategy|accelerator)_options\.", r"\1.", name)
     options = [
         option[2:]
@@ -511,13 +519,11 @@ def _unknown_option(name: str, parser: ArgumentParser, names: Names) -> str:
             )
         if group == "trainer":
             own = name.split(".")[1].removesuffix("+")
-            write = (
-                hint("option", own)
-                or f"--{own}; in a config file {own} without the section trainer"
-            )
+            instead = write_instead("option", own)
+            section = f". Write: --{own}; in a config file {own} without the section trainer"
             return (
-                f"there is no option --{typed}: the trainer's options have no prefix. "
-                f"Write: {write}"
+                f"there is no option --{typed}: the trainer's options have no prefix"
+                f"{instead or section}"
             )
         if group in ("model", "data"):
             message = "module" if group == "model" else "data module"

@@ -1,10 +1,15 @@
-"""The arguments of a module's ``clip_gradients``."""
+"""A module's ``clip_gradients``: check its arguments, and clip."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch.optim import Optimizer
+
 from geartrain import TrainingError
+from geartrain.plugin_api import parameters_of
 
 
 def check_clip(limit: Any, algorithm: Any) -> None:
@@ -19,3 +24,12 @@ def check_clip(limit: Any, algorithm: Any) -> None:
             f"self.clip_gradients: {limit!r}, {algorithm!r}. "
             "Fix: give a number above 0, and 'norm' or 'value'"
         )
+
+
+def clip(optimizers: Sequence[Optimizer], limit: float, algorithm: str) -> torch.Tensor | None:
+    """Clip the gradients that these optimizers step; return the norm before, for ``"norm"``."""
+    parameters = parameters_of(optimizers)
+    if algorithm == "value":
+        torch.nn.utils.clip_grad_value_(parameters, limit)
+        return None
+    return torch.nn.utils.clip_grad_norm_(parameters, limit)

@@ -24,12 +24,11 @@ from geartrain import Module, Plan, Run, TrainingError, UsageError, hookimpl
 from geartrain.plugin_api import (
     LoadedPlugin,
     backward,
-    clip,
     end_of_epoch,
     mean_over_ranks,
     parameters_of,
 )
-from geartrain_callbacks.manual.clipping import check_clip
+from geartrain_callbacks.manual.clipping import check_clip, clip
 from geartrain_callbacks.manual.gradients import changed_since, gradients_now
 from geartrain_callbacks.manual.scaling import ManuallyScaledPrecision
 from geartrain_callbacks.precision import ScaledPrecision
@@ -142,7 +141,7 @@ class ManualOptimisation:
 
     @hookimpl
     def clip_gradients(self, run: Run) -> torch.Tensor | None:
-        return None if self._limit is None else clip(parameters_of(run.optimizers), *self._limit)
+        return None if self._limit is None else clip(run.optimizers, *self._limit)
 
     @hookimpl
     def on_epoch_end(self, run: Run) -> None:

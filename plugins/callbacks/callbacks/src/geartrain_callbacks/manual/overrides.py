@@ -18,11 +18,9 @@ from geartrain import Plan, Run, TrainingError, UsageError, hookimpl
 from geartrain.plugin_api import (
     LoadedPlugin,
     PluginInfo,
-    clip,
     overridden,
-    parameters_of,
 )
-from geartrain_callbacks.manual.clipping import check_clip
+from geartrain_callbacks.manual.clipping import check_clip, clip
 from geartrain_callbacks.precision import ScaledPrecision
 
 
@@ -89,7 +87,7 @@ class OwnClipping:
         if limit is None:
             return None
         check_clip(limit, algorithm)
-        return clip(parameters_of([optimizer]), limit, algorithm)
+        return clip([optimizer], limit, algorithm)
 
 
 class OwnStep:

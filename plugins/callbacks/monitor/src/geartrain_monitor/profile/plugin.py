@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from geartrain import TrainingError, UsageError, hookimpl
-from geartrain.plugin_api import write_text_file
+from geartrain.plugin_api import replacing
 from geartrain_monitor.profile.clock import Clock, Reading, TimedBatches
 from geartrain_monitor.profile.report import PARTS, as_dict, make_report, table
 from geartrain_monitor.profile.trace import Recorder, merge
@@ -244,7 +244,8 @@ class Profile:
             number += 1
         with _warned("profile.json is not written"):
             file = _numbered(folder, "profile.json", number)
-            write_text_file(file, f"{json.dumps(facts, indent=2)}\n")
+            with replacing(file) as new:
+                new.write(f"{json.dumps(facts, indent=2)}\n".encode())
             print(f"  written: {file}")
         traces = {rank: _rank_file(folder, rank) for rank in range(run.world.size)}
         missing = [rank for rank, file in traces.items() if not file.exists()]

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from geartrain import Trainer, TrainingError, UsageError
-from geartrain.plugin_api import check_module, nearest, write_text_file
+from geartrain.plugin_api import check_module, nearest, replacing
 from geartrain_cli.arguments import Request, read_arguments
 from geartrain_cli.target import Target
 from geartrain_tools.tuner import LRFinder, Tuner
@@ -141,12 +141,17 @@ def _lr_option(model: Any, suggestion: float) -> str:
 
 def _write_lr(files: list[Path], found: LRFinder) -> None:
     if files:
-        write_text_file(files[0], f"{json.dumps(found.as_dict(), indent=2)}\n")
+        _write(files[0], f"{json.dumps(found.as_dict(), indent=2)}\n")
         table = io.StringIO()
         rows = csv.writer(table, lineterminator="\n")
         rows.writerow(["lr", "loss", "raw_loss"])
         rows.writerows(zip(found.lrs, found.losses, found.raw_losses, strict=True))
-        write_text_file(files[1], table.getvalue())
+        _write(files[1], table.getvalue())
+
+
+def _write(path: Path, text: str) -> None:
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 def _batch_size(request: Request) -> None:
@@ -176,7 +181,7 @@ def _batch_size(request: Request) -> None:
     ]
     facts = {"batch_size": found, "reason": tuner.reason, "trials": trials}
     for file in files:
-        write_text_file(file, f"{json.dumps(facts, indent=2)}\n")
+        _write(file, f"{json.dumps(facts, indent=2)}\n")
     if values.json:
         print(json.dumps(facts, indent=2))
         return
