@@ -1,7 +1,8 @@
-"""Forks of a rank wait until it is safe, and children of the main thread die with the rank."""
+"""Forks of a rank wait until it is safe; children keep no pipe of a rank and die with it."""
 
 import multiprocessing
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -41,6 +42,20 @@ def test_a_signal_during_the_wait_of_a_fork_ends_the_run(monkeypatch):
     with raise_on_signals(), pytest.raises(Interrupted, match="ended by SIGTERM"):
         start_and_wait()
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_a_forked_child_holds_no_copy_of_a_watchers_pipe():
+    reading, writing = os.pipe()
+    leave = multiprocessing.get_context("fork").Event()
+    child = multiprocessing.get_context("fork").Process(target=leave.wait, args=(20,))
+    with forks.not_inherited(writing):
+        child.start()
+    assert select.select([reading], [], [], 5)[0], (
+        "a child holds the writing end, so that its reader never sees the end"
+    )
+    leave.set()
+    child.join(10)
+    os.close(reading)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")

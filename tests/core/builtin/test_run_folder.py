@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import socket
+import subprocess
 import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -30,7 +32,7 @@ from torch import nn
 
 import geartrain as gt
 from geartrain import GeartrainError, Session, TrainingError, UsageError, hookimpl
-from geartrain.builtin.folder_lock import fcntl, locked
+from geartrain.builtin.run_folder import _locked
 from geartrain.files import atomic as whole_files
 
 from ..files.test_atomic import files_of_at_most
@@ -279,31 +281,60 @@ def test_a_folder_that_cannot_be_created_is_named(tmp_path):
         fit(output=tmp_path / "file" / "run")
 
 
-@pytest.mark.skipif(fcntl is None, reason="Windows has no such locks")
+@pytest.mark.skipif(os.name != "posix", reason="fcntl is POSIX's")
 def test_a_file_system_without_locks_is_used_without_one(tmp_path, monkeypatch):
+    import fcntl
+
     def no_lock(descriptor, operation):
-        raise OSError(errno.EBADF, "Bad file descriptor")  # of a folder on NFS
+        raise OSError(errno.ENOLCK, "No locks available")  # on NFS without its lock daemon
 
     monkeypatch.setattr(fcntl, "flock", no_lock)
     fit(output=tmp_path)
     assert read(tmp_path / "summary.json")["status"] == "done"
 
 
-@pytest.mark.skipif(fcntl is None, reason="Windows has no such locks")
+#: Locks a folder, and prints a line when it has it.
+HOLDER = """
+import sys, time
+from pathlib import Path
+from geartrain.builtin.run_folder import _locked
+with _locked(Path(sys.argv[1])):
+    print("locked", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_the_error_names_the_process_that_uses_a_folder_and_a_killed_one_gives_it_back(tmp_path):
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout.readline() == b"locked\n"
+            with pytest.raises(UsageError, match=rf"process {other.pid} on {socket.gethostname()}"):
+                fit(output=tmp_path)
+        finally:
+            other.kill()
+    assert os.listdir(tmp_path) == ["run.lock"]
+    fit(output=tmp_path)
+    assert not (tmp_path / "run.lock").exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_process_that_a_run_has_forked_does_not_keep_the_folder(tmp_path):
     """A DataLoader worker outlives a run that is killed by seconds."""
 
     def holds_it():
         for descriptor in range(256):
             with suppress(OSError):
-                if os.path.samestat(os.fstat(descriptor), os.stat(tmp_path)):
+                if os.path.samestat(os.fstat(descriptor), os.stat(tmp_path / "run.lock")):
                     sys.exit(3)
 
     child = multiprocessing.get_context("fork").Process(target=holds_it)
-    with locked(tmp_path):
+    with _locked(tmp_path):
         child.start()
         child.join(DEADLINE)
+        assert (tmp_path / "run.lock").exists()
     assert child.exitcode == 0
+    assert not (tmp_path / "run.lock").exists()
 
 
 # --- a full disk ----------------------------------------------------------------------------------

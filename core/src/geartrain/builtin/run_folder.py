@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import socket
 import time
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from geartrain.builtin.folder_lock import locked
+from filelock import BaseFileLock, FileLock, Timeout
+
 from geartrain.checkpoint.checkpoints import LAST, checkpoint_state, save_checkpoint_file
 from geartrain.errors import TrainingError, UsageError
-from geartrain.files.atomic import AppendedFile, remove_abandoned, replacing, write_text_file
+from geartrain.files.atomic import (
+    AppendedFile,
+    make_folder,
+    remove_abandoned,
+    replacing,
+    write_text_file,
+)
 from geartrain.hookspecs import hookimpl
 from geartrain.loop.run import Run
 from geartrain.plan import Plan
@@ -58,7 +67,7 @@ class RunFolder:
         if not self._starts_run:
             yield
             return
-        with locked(self.path):
+        with _locked(self.path):
             self._refuse_other_run(resumes)  # under the lock, so that only one of two runs passes
             began, before = self._owns_folder, _changed(self.path / "plan.json")
             self._owns_folder = True
@@ -164,6 +173,53 @@ class LastCheckpoint:
         if run.output is not None:
             save_checkpoint_file(run, checkpoint_state(run, run.epoch + 1), run.output / LAST)
         return results
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other runs of this and other processes out of a folder until the block ends.
+
+    Creates the folder if it does not exist; then removes it at the end if it is empty. The end of
+    the process releases the lock too. A file system that has no locks is used without one.
+
+    Raises:
+        UsageError: another run uses the folder, or the folder cannot be created.
+    """
+    name, existed, path = f"output={str(folder)!r}", folder.exists(), folder / "run.lock"
+    try:
+        make_folder(folder)
+    except OSError as error:
+        message = f"{name} cannot be created: {error.strerror}"
+        raise UsageError(f"{message}. Fix: use another folder") from error
+    lock = FileLock(path, blocking=False, thread_local=False, fallback_to_soft=False)
+    with ExitStack() as stack:
+        if not existed:
+            stack.callback(_remove, folder.rmdir)  # if it is empty
+        try:
+            lock.acquire()
+        except Timeout:
+            hint = "use another folder, or wait until that run has ended"
+            message = f"another run uses {name}: {path.read_text(encoding='utf-8')}. Fix: {hint}"
+            raise UsageError(message) from None
+        except OSError:
+            pass
+        else:
+            stack.callback(_unlock, lock)
+            with suppress(OSError):
+                holder = f"process {os.getpid()} on {socket.gethostname()}"
+                path.write_text(holder, encoding="utf-8")
+        yield
+
+
+def _unlock(lock: BaseFileLock) -> None:
+    if lock.is_locked:  # False in a forked child
+        _remove(Path(lock.lock_file).unlink)  # first, while no other run can lock it
+        lock.release()
+
+
+def _remove(action: Callable[[], None]) -> None:
+    with suppress(OSError):
+        action()
 
 
 def _failure(error: BaseException) -> dict[str, Any]:

@@ -1,8 +1,7 @@
-"""Forks: a child, as a DataLoader worker, must not keep its parent's handlers and descriptors."""
+"""Forks: a child, as a DataLoader worker, must not keep its parent's signal handlers."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
@@ -11,8 +10,6 @@ from contextlib import contextmanager
 from multiprocessing import util
 from typing import Any
 
-#: Descriptors that forked children close.
-_own_descriptors: set[int] = set()
 #: Signal handlers that forked children restore.
 _handlers_before: dict[int, Any] = {}
 #: See :func:`call_before_forks`.
@@ -57,29 +54,11 @@ def _in_child() -> None:
         for number, handler in _handlers_before.items():
             signal.signal(number, handler)
         _handlers_before.clear()
-    for descriptor in _own_descriptors:
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
-    _own_descriptors.clear()
     _in_parent()  # the child has the mask of the thread that forked
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
-
-
-@contextmanager
-def not_inherited(*descriptors: int) -> Iterator[None]:
-    """Close these descriptors in every child that is forked inside, and here at the end."""
-    pid = os.getpid()
-    _own_descriptors.update(descriptors)
-    try:
-        yield
-    finally:
-        if os.getpid() == pid:  # a forked child has closed them already
-            _own_descriptors.difference_update(descriptors)
-            for descriptor in descriptors:
-                os.close(descriptor)
 
 
 @contextmanager

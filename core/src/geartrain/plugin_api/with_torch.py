@@ -29,7 +29,6 @@ from geartrain.data.sharding import (
 from geartrain.data.sources import DataSource as DataSource
 from geartrain.launch.forks import (
     call_before_forks as call_before_forks,
-    not_inherited as not_inherited,
     share_temporary_folder as share_temporary_folder,
 )
 from geartrain.launch.signals import raise_on_signals as raise_on_signals

@@ -1,17 +1,20 @@
 """Make forks of a rank safe.
 
-A child of a rank dies with the rank. A fork waits until threads of the process group are idle. A
-rank and its starter use one folder for the sockets of multiprocessing, so that a killed rank leaves
-none.
+A child of a rank dies with the rank, and closes the rank's pipes. A fork waits until threads of the
+process group are idle. A rank and its starter use one folder for the sockets of multiprocessing, so
+that a killed rank leaves none.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import process
 
 import torch.distributed as dist
@@ -23,6 +26,8 @@ from geartrain_parallel.bootstrap import die_with_parent
 TEMPORARY = "GEARTRAIN_TEMPORARY"
 #: Seconds that a fork waits on older Pythons; see ``_settle``.
 _SETTLE = 0.005
+#: Descriptors that forked children close.
+_own_descriptors: set[int] = set()
 #: True if forks wait until it is safe, and children that the main thread forks die with this
 #: process.
 _is_guarded = False
@@ -50,10 +55,28 @@ def _in_child() -> None:
     # The kernel sends the signal when the thread that forked ends, so only for the main thread.
     if _is_guarded and getattr(_fork, "is_main", False):
         die_with_parent()
+    for descriptor in _own_descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    _own_descriptors.clear()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_in_child)
+
+
+@contextmanager
+def not_inherited(*descriptors: int) -> Iterator[None]:
+    """Close these descriptors in every child that is forked inside, and here at the end."""
+    pid = os.getpid()
+    _own_descriptors.update(descriptors)
+    try:
+        yield
+    finally:
+        if os.getpid() == pid:  # a forked child has closed them already
+            _own_descriptors.difference_update(descriptors)
+            for descriptor in descriptors:
+                os.close(descriptor)
 
 
 def adopt_temporary_folder() -> None:

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from geartrain import TrainingError
-from geartrain.plugin_api import START_DIRECTORY, not_inherited
+from geartrain.plugin_api import START_DIRECTORY
 from geartrain_parallel import bootstrap, rerun_command
 from geartrain_parallel.failures import Failure, is_timeout
-from geartrain_parallel.forks import TEMPORARY, remove_temporary_folder
+from geartrain_parallel.forks import TEMPORARY, not_inherited, remove_temporary_folder
 from geartrain_parallel.patience import Patience
 from geartrain_parallel.reports import ERROR_FILE, failed_at, is_tearing_down
 from geartrain_parallel.signals import SIGNALS, raise_on_signals
