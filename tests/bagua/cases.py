@@ -11,7 +11,7 @@ def bagua(devices=2, strategy=None, **options):
 
 
 #: name -> (the module's options, the trainer's options, the strategy's options). The kit's cases
-#: (tests/testing/test_bagua.py) train in the other ways.
+#: (tests/testing/test_conformance_ranks.py) train in the other ways.
 CASES = {
     "sgd": ({}, {}, {}),
     "hundreds of buckets": ({"deep": 150}, {"max_steps": 3}, {"bucket_bytes": 4}),

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from command_line import distribution_of
 
 import geartrain.planning.lazy_exports
 import geartrain.planning.registry
@@ -138,7 +139,7 @@ class Dists:
         (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
         (home / f"{module}.py").write_text(source)
         self._monkeypatch.syspath_prepend(home)
-        self.names.add(distribution)
+        self.names.add(distribution.replace("_", "-"))
         return module
 
     def accelerator(self, name, **facts):
@@ -170,9 +171,7 @@ def dists(tmp_path, monkeypatch):
         real = module.entry_points
 
         def only_ours(real=real, **wanted):
-            return [
-                ep for ep in real(**wanted) if ep.dist is not None and ep.dist.name in made.names
-            ]
+            return [ep for ep in real(**wanted) if ep.dist and distribution_of(ep) in made.names]
 
         monkeypatch.setattr(module, "entry_points", only_ours)
     monkeypatch.delenv("GEARTRAIN_BLOCK", raising=False)

@@ -14,7 +14,7 @@ def ddp(devices=2, **options):
 
 
 #: By name: the module's arguments, the trainer's options, the strategy's options.
-#: The kit's cases (tests/testing/test_conformance_ddp.py) train in the other ways.
+#: The kit's cases (tests/testing/test_conformance_ranks.py) train in the other ways.
 CASES = {
     "adam": ({"optimizer": "adam"}, {"max_epochs": 2}, {}),
     "many buckets, accumulating": (

@@ -48,7 +48,7 @@ def start(folder: Path, kind: str, rank: int, where: str, **environment: str):
     return launched(str(HERE / "fault.py"), kind, str(rank), where, folder=folder, **environment)
 
 
-@matrix  # by default: tests/testing/test_conformance_ddp.py and tests/parallel/test_workers.py
+@matrix  # by default: tests/testing/test_conformance_ranks.py and tests/parallel/test_workers.py
 @pytest.mark.parametrize(("kind", "rank", "where"), TABLE)
 def test_a_rank_that_fails(tmp_path, kind, rank, where):
     message = KINDS[kind][1 - rank]
@@ -95,7 +95,7 @@ def test_ctrl_c_while_the_starter_waits_for_a_rank(tmp_path):
 @pytest.mark.parametrize(
     "seed",
     [
-        pytest.param(seed, marks=() if seed == 1 else drill)
+        pytest.param(seed, marks=end_to_end if seed == 1 else drill)
         for seed in range(int(os.environ.get("GEARTRAIN_TEST_KILLS", "6")))
     ],
 )

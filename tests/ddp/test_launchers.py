@@ -56,6 +56,7 @@ def expected(tmp_path_factory) -> torch.Tensor:
     return weights(folder / "out")
 
 
+@pytest.mark.end_to_end
 def test_joins_torchrun_and_trains_the_same(tmp_path, expected):
     with torchrun(FAULT, *NO_FAULT, folder=tmp_path, OUTPUT="out") as run:
         until((tmp_path / "marks" / "training-1").exists, 60, "training")
@@ -170,6 +171,7 @@ def node(stack: ExitStack, hosts: list[str], folder: Path, i: int, *fault: str, 
     )
 
 
+@pytest.mark.end_to_end  # by default: tests/dp/test_ddp2.py and tests/spawn/test_sessions.py
 def test_two_hosts_train_together(tmp_path, hosts):
     with ExitStack() as stack:
         for run in [node(stack, hosts, tmp_path, i) for i in range(2)]:

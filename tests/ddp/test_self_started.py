@@ -129,6 +129,7 @@ def test_a_session_that_is_left_open_has_trained(everything):
     assert [steps for _, _, _, steps in everything[1]] == [6, 6]
 
 
+@pytest.mark.end_to_end
 def test_an_error_on_another_rank_ends_all_and_is_named(tmp_path):
     with program(tmp_path, fail, "the other one", 1) as run:
         assert run.wait() != 0

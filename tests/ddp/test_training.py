@@ -68,7 +68,7 @@ class Late(Net):
 
 def wait_for_a_late_rank():
     try:
-        ddp(strategy_options={"timeout": 5}).fit(Late(), DataLoader(samples(), batch_size=4))
+        ddp(strategy_options={"timeout": 2}).fit(Late(), DataLoader(samples(), batch_size=4))
     finally:
         Path("given-up").touch()
 

@@ -26,7 +26,7 @@ def loader(n=48, **options):
     return DataLoader(samples(n), batch_size=4, **options)
 
 
-def trainer(start_method="forkserver", **options):
+def trainer(start_method="fork", **options):
     strategy_options = {
         "start_method": start_method,
         "timeout": 60.0,

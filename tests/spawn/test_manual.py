@@ -34,7 +34,7 @@ class Two(gt.Module):
 
 
 def test_weights_come_back_and_equal_those_of_one_process():
-    one = trainer("fork")
+    one = trainer()
     module = Two()
     expected = copy.deepcopy(module)
     one.fit(module, loader())

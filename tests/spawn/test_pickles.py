@@ -102,7 +102,7 @@ def test_a_function_that_is_loaded_from_a_file_travels_by_value(tmp_path, monkey
     spec.loader.exec_module(module)
     net = Net()
     net.activation = module.scaled
-    trainer(max_epochs=1).fit(net, loader())
+    trainer("forkserver", max_epochs=1).fit(net, loader())
     assert net.losses
 
 
@@ -177,7 +177,7 @@ def local_function():
 def test_an_object_that_cannot_be_pickled_is_named_by_its_path_before_the_start(
     module, data, plugins, named, tmp_path
 ):
-    one = trainer(plugins=plugins, output=tmp_path / "out")
+    one = trainer("forkserver", plugins=plugins, output=tmp_path / "out")
     with pytest.raises(gt.UsageError) as refused:
         one.fit(module, data)
     assert str(refused.value).startswith(f"geartrain-spawn[ddp_spawn]: {named}")
@@ -187,12 +187,12 @@ def test_an_object_that_cannot_be_pickled_is_named_by_its_path_before_the_start(
 
 def test_validation_loaders_are_named_as_well():
     with pytest.raises(gt.UsageError, match=r"val_dataloaders\.dataset\.names"):
-        trainer().fit(Net(), loader(), DataLoader(Data()))
+        trainer("forkserver").fit(Net(), loader(), DataLoader(Data()))
 
 
 def test_fork_accepts_objects_that_do_not_pickle():
     module = model_with(lock=threading.Lock())
-    trainer("fork", max_epochs=1).fit(module, loader())
+    trainer(max_epochs=1).fit(module, loader())
     assert len(module.losses) == 6
     assert module.lock.acquire(blocking=False)
 
@@ -212,7 +212,7 @@ def test_a_forked_rank_does_not_collect_the_garbage_of_its_starter():
     gc.disable()
     try:
         BelongsToAThread()
-        trainer("fork", max_epochs=1).fit(Net(), loader())
+        trainer(max_epochs=1).fit(Net(), loader())
     finally:
         gc.enable()
         gc.collect()

@@ -21,8 +21,8 @@ from geartrain_spawn import starter
 from .models import Net, loader, trainer
 
 ALL = [
-    "forkserver",
-    *(pytest.param(method, marks=pytest.mark.matrix) for method in ("spawn", "fork")),
+    "fork",
+    *(pytest.param(method, marks=pytest.mark.matrix) for method in ("spawn", "forkserver")),
 ]
 
 
@@ -140,7 +140,7 @@ class Grows(Net):
 
 def test_layers_made_in_setup_come_back():
     module = Grows()
-    trainer("fork").fit(module, loader())
+    trainer().fit(module, loader())
     assert isinstance(module.head, nn.Linear)
     assert module.scale.item() != 1.0
     assert module.net[1].seen.item() == 12
@@ -162,7 +162,7 @@ class Lazy(Net):
 
 def test_lazy_layers_come_back_initialized():
     module = Lazy()
-    trainer("fork", max_epochs=1).fit(module, loader())
+    trainer(max_epochs=1).fit(module, loader())
     assert module.net.weight.shape == (1, 4)
 
 
@@ -176,7 +176,7 @@ class Tied(Net):
 def test_tied_weights_stay_tied():
     module = Tied()
     before = module.net[0].weight.detach().clone()
-    trainer("fork", max_epochs=1).fit(module, loader())
+    trainer(max_epochs=1).fit(module, loader())
     assert module.net[1].weight is module.net[0].weight
     assert not torch.equal(before, module.net[0].weight)
 
@@ -267,7 +267,10 @@ def test_a_plugin_from_a_file_is_created_in_each_rank_with_its_options_and_state
     (tmp_path / "spawned_hooks.py").write_text(HOOKS)
     monkeypatch.chdir(tmp_path)
     one = trainer(
-        plugins=["spawned_hooks.py"], plugin_options={"spawned_hooks": {"every": 2}}, max_epochs=1
+        "forkserver",
+        plugins=["spawned_hooks.py"],
+        plugin_options={"spawned_hooks": {"every": 2}},
+        max_epochs=1,
     )
     module = Net()
     one.fit(module, loader())
@@ -361,7 +364,8 @@ class Looks(Net):
 
 
 @pytest.mark.parametrize(
-    "method", ["forkserver", "spawn", pytest.param("fork", marks=pytest.mark.matrix)]
+    "method",
+    ["spawn", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("fork", "forkserver"))],
 )
 def test_ranks_copy_dtype_random_state_environment_and_directory(method, monkeypatch, tmp_path):
     monkeypatch.setenv("OF_THE_CALLER", method)  # the forkserver has another environment
@@ -396,7 +400,7 @@ def test_a_trainer_can_be_pickled():
 def test_weights_come_back_in_the_type_of_the_precision():
     module = Net()
     before = module.net[0].weight.detach().bfloat16()
-    trainer("fork", precision="bf16-true", max_epochs=1).fit(module, loader())
+    trainer(precision="bf16-true", max_epochs=1).fit(module, loader())
     assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
     assert not torch.equal(module.net[0].weight, before)
 
@@ -442,7 +446,7 @@ def test_a_run_with_ddp_before_it_in_the_same_process(monkeypatch):
     assert launching._runs == number + 1
     module = Net()
     module.late = LateOnRank0()
-    trainer(max_epochs=1, strategy_options={"timeout": 15.0}).fit(module, loader())
+    trainer("forkserver", max_epochs=1, strategy_options={"timeout": 15.0}).fit(module, loader())
 
 
 class OfTwo(Net):

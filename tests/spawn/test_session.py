@@ -10,7 +10,7 @@ import geartrain as gt
 from .models import loader
 
 
-def make(method="forkserver", **options):
+def make(method="fork", **options):
     return gt.Session(
         **{
             "accelerator": "cpu",
@@ -56,7 +56,8 @@ def by_hand(epochs=2):
 
 
 @pytest.mark.parametrize(
-    "method", ["forkserver", pytest.param("spawn", marks=pytest.mark.matrix), "fork"]
+    "method",
+    ["fork", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("spawn", "forkserver"))],
 )
 def test_two_ranks_train_as_one_process_does(method, tmp_path):
     module = net()
@@ -101,7 +102,7 @@ def test_an_argument_that_cannot_be_pickled_is_named():
     with pytest.raises(
         gt.UsageError, match=r"argument 1 of launch.lock: _thread.lock cannot be pickled"
     ):
-        make().launch(train, module)
+        make("forkserver").launch(train, module)
 
 
 def test_a_session_must_be_launched_with_a_function():

@@ -184,7 +184,8 @@ def check_progress(drawn, counted):
     assert any("val_loss" in shown and "metric" in shown for shown in displays)  # the closing table
 
 
-@methods("fork", "forkserver", "spawn")
+@pytest.mark.end_to_end
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_in_an_interactive_session(tmp_path, method):
     session = f"{NET}\n\n{fit(method)}"
     (tmp_path / "session.py").write_text(session)
@@ -270,7 +271,7 @@ class Place(Net):
 
 def be_a_node():
     """Train twice as one node of two, with one rank each."""
-    one, module = trainer("fork", devices=1, num_nodes=2), Place()
+    one, module = trainer(devices=1, num_nodes=2), Place()
     for _ in range(2):
         one.fit(module, loader())
     return module.where, len(module.losses), dict(module.state_dict())
@@ -330,7 +331,7 @@ def test_ctrl_c_in_a_terminal_ends_everything_and_tears_down(tmp_path, method):
 
 
 @pytest.mark.skipif(not HAS_PROC, reason="finds processes through /proc")
-@methods("forkserver", "spawn", "fork")
+@methods("fork", "forkserver", "spawn")
 def test_all_processes_end_after_the_starter_is_killed(tmp_path, method):
     with waiting(tmp_path, method, LOADER_WORKERS="1") as run:
         until_waiting(run, tmp_path)

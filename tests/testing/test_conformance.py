@@ -29,30 +29,21 @@ def test_wrong_conformance_usage_is_refused(chip, refused, line, words):
         assert word in message
 
 
-COMMAND = (
-    "-c",
-    "import sys; from geartrain.commands import main; sys.exit(main())",
-    "conformance",
-    "single",
-)
-
-
-def test_single_passes_the_cases_that_k_chooses(python, folder, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(folder))
-    done = python(*COMMAND, "-k", "metadata")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 passed" in done.stdout
+@pytest.mark.end_to_end
+def test_single_passes_the_cases_that_k_chooses(command, folder, monkeypatch, capfd):
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    assert command("conformance single --devices 1 -k metadata").code == 0
+    assert "1 passed" in capfd.readouterr().out
     assert not list(folder.glob("geartrain-conformance-*"))
 
 
-def test_a_failed_case_exits_with_1_and_names_the_folder(python, folder, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(folder))
-    done = python(*COMMAND, "--without", "uneven_inputs", "-k", "uneven_inputs")
-    assert done.returncode == 1
-    assert "uneven_inputs is declared unsupported and works" in done.stdout
+def test_a_failed_case_exits_with_1_and_names_the_folder(command, folder, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    done = command("conformance single --without uneven_inputs -k 'uneven_inputs or metadata'")
+    assert done.code == 1
     (kept,) = folder.glob("geartrain-conformance-*")
-    assert "'single' does not conform; pytest printed the failures above." in done.stderr
-    assert f"The tests and their files: {kept}" in done.stderr
+    assert "'single' does not conform; pytest printed the failures above." in done.err
+    assert f"The tests and their files: {kept}" in done.err
     assert "'uneven_inputs': False" in (kept / "test_conformance.py").read_text()
 
 

@@ -17,7 +17,8 @@ from geartrain_testing.program import COMPARED
 from ..tools.sites import PACKAGES
 from .wrong import EQUAL, each
 
-WRONG = dict(each())
+WRONG = {name: wrong for name, wrong, _ in each()}
+BY_DEFAULT = {name for name, _, is_default in each() if is_default}
 
 PACKAGE = PACKAGES / "geartrain-wrong"
 PROJECT = tomllib.loads((PACKAGE / "pyproject.toml").read_text())["project"]
@@ -125,10 +126,7 @@ def outcomes(site, request, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.matrix if wrong.matrix else ())
-        for name, wrong in WRONG.items()
-    ],
+    [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.matrix) for name in WRONG],
 )
 def test_is_caught_by_exactly_the_cases_about_it(outcomes, name):
     outcome, wrong = outcomes[name], WRONG[name]
@@ -145,20 +143,10 @@ def test_is_caught_by_exactly_the_cases_about_it(outcomes, name):
         assert re.search(words, said), outcome.failed[case]
 
 
-#: Cases that only wrong strategies with their own programs can fail.
-COSTLY = {
-    *("test_nothing_is_left", "test_multi_node", "test_unused_parameters_unsupported"),
-    *("test_key_on_one_rank", "test_error_in", "test_signal", "test_three_devices"),
-}
-
-
-@pytest.mark.parametrize("matrix", [False, True], ids=["default", "all"])
-def test_every_case_catches_something(matrix):
-    caught = {
-        case for wrong in WRONG.values() if matrix or not wrong.matrix for case in wrong.fails
-    }
+def test_every_case_catches_something():
+    caught = {case for wrong in WRONG.values() for case in wrong.fails}
     cases = {name for name in dir(StrategyConformance) if name.startswith("test_")}
-    assert cases - {case.partition("[")[0] for case in caught} == (set() if matrix else COSTLY)
+    assert cases == {case.partition("[")[0] for case in caught}
     assert {EQUAL(name) for name in COMPARED} <= caught
 
 

@@ -5,6 +5,7 @@ import re
 import sys
 
 import pytest
+from command_line import distribution_of
 from small_models import Net, loader  # before ``alone``: it needs geartrain.parallel
 
 import geartrain as gt
@@ -51,7 +52,7 @@ def alone(monkeypatch):
     remove(monkeypatch, "callbacks", "parallel", "port", "session", "testing", "tools")
 
     def own(**wanted):
-        return [ep for ep in entry_points(**wanted) if ep.dist.name == "geartrain"]
+        return [ep for ep in entry_points(**wanted) if distribution_of(ep) == "geartrain"]
 
     for module in (
         "geartrain.planning.registry",

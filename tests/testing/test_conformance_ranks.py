@@ -1,7 +1,7 @@
-"""Conformance of the strategy ``bagua``: gradient_allreduce is exact, other algorithms have bounds.
+"""Conformance of ``ddp`` and ``bagua``, which share the programs for equally many ranks.
 
-All algorithms on equally many ranks share a program. Only gradient_allreduce has cases of failures
-here; tests/bagua/test_faults.py has them for each algorithm.
+bagua's gradient_allreduce is exact, other algorithms have bounds. Only gradient_allreduce has cases
+of failures here; tests/bagua/test_faults.py has them for each algorithm.
 
 The bounds catch training that diverges or drifts. bytegrad's bound also catches a rank that steps
 with its own gradients. If ranks have different weights, the bounds do not show averaging, because
@@ -10,7 +10,7 @@ tests/bagua compares their weights with references.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -18,8 +18,8 @@ from geartrain.testing import StrategyConformance
 
 pytestmark = pytest.mark.timeout(600)
 
-#: The cases of a default run: their results differ between algorithms.
-OWN = r"equals_one_process\[(sgd|accumulation)\]|identical|communication|apart|buffers|no_sync"
+#: The cases of a default run: their results differ between algorithms. tests/bagua has references.
+OWN = r"equals_one_process\[sgd\]|communication|no_sync"
 #: Cases that need more programs and do not depend on the algorithm.
 FAILING = r"error_in|signal|key_on_one_rank"
 #: QAdam refuses clipping, several optimizers, and other optimizers. Its step size does not depend
@@ -40,16 +40,42 @@ def conforms(
         "devices": devices,
     }
     suite |= {
-        "program": f"bagua-{devices}",
+        "program": f"{devices} ranks",
         "chosen": rf"^(?!.*({unwanted}))",
         "matrix": f"^(?!.*({OWN}))|three" if devices == 2 else "",
     }
     return type("Conforms", (StrategyConformance,), suite)
 
 
+class TestDDP(StrategyConformance):
+    strategy = "ddp"
+    program = "2 ranks"
+    # Each needs another program. tests/ddp/test_faults.py has every phase and signal.
+    matrix = r"error_in\[(?!training_step)|signal|one_device|multi_node|key_on|three|_unsupported"
+
+
+class TestDDPWithOptions(StrategyConformance):
+    strategy = "ddp"
+    program = "2 ranks"
+    options: ClassVar[dict[str, object]] = {
+        "find_unused_parameters": True,
+        "gradient_as_bucket_view": True,
+        "bucket_cap_mb": 0.0001,
+    }
+    chosen = "equals_one_process|identical|no_sync|unused"
+    matrix = r"\[(?!many_buckets|unused)|identical"
+
+
+@pytest.mark.matrix
+class TestDDPOnThree(StrategyConformance):
+    strategy = "ddp"
+    devices = 3
+    chosen = r"sgd|coverage|metrics|means|gather|broadcast|barrier|samples|uneven|training_step"
+
+
 TestGradientAllReduce = conforms("gradient_allreduce")
 TestGradientAllReduce.chosen = r"^(?!.*(error_in\[(?!training_step)|signal\[SIG(SEGV|TERM)))"
-TestGradientAllReduce.matrix = f"^(?!.*({OWN}|equals_one_process))|three"
+TestGradientAllReduce.matrix = f"^(?!.*({OWN}|accumulation))|three"
 TestByteGrad = conforms("bytegrad", hierarchical=False)
 TestQAdam = conforms("qadam", optimizer=QADAM, hierarchical=False)
 TestDecentralized = conforms("decentralized", hierarchical=False)
