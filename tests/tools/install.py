@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import tomllib
 from pathlib import Path
 
@@ -58,12 +59,38 @@ def shared(folder):
     return place
 
 
+def editable(arguments, folder):
+    """Replace the arguments ``-e SOURCE`` by wheels, and files of ``-r`` by their ``-e`` lines.
+
+    This process builds the wheels; pip would start two processes for each. The other lines of the
+    files are requirements that the shared folder has.
+    """
+    from hatchling.builders.wheel import WheelBuilder
+
+    found, given = [], iter(arguments)
+    for argument in given:
+        if argument == "-r":
+            lines = Path(next(given)).read_text(encoding="utf-8").splitlines()
+            sources = [line.removeprefix("-e ") for line in lines if line.startswith("-e ")]
+        elif argument == "-e":
+            sources = [next(given)]
+        else:
+            found.append(argument)
+            continue
+        for source in sources:
+            builder = WheelBuilder(str(Path(source).absolute()))
+            found += builder.build(directory=folder, versions=["editable"])
+    return found
+
+
 def main():
     folder, *arguments = sys.argv[1:]
     place = shared(Path(folder))
     Path(sysconfig.get_path("purelib"), "shared.pth").write_text(f"{place}\n", encoding="utf-8")
-    # The requirements are in the shared folder.
-    pip("--no-deps", "--no-build-isolation", *arguments)
+    sys.path.append(str(place))
+    with tempfile.TemporaryDirectory() as wheels:
+        # The requirements are in the shared folder.
+        pip("--no-deps", *editable(arguments, wheels))
 
 
 if __name__ == "__main__":
