@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 
 import geartrain as gt
 from geartrain import hookimpl
-from geartrain.checkpoint.checkpoints import checkpoint_state
 from geartrain_bagua import BaguaStrategy
 from geartrain_bagua.algorithms.asynchronous import Asynchronous
 from geartrain_bagua.algorithms.decentralized import Decentralized
@@ -218,7 +217,7 @@ class Saves:
     @hookimpl
     def on_step_end(self, run):
         if run.step % 2 == 0:
-            checkpoint_state(run, run.epoch)
+            run.checkpoint(run.epoch)
             self.saved.append(flat(run.module))
 
 

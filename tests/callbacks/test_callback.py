@@ -12,7 +12,7 @@ from small_models import EvalNet, Logging, Net, Own, fit, loader, trainer
 import geartrain as gt
 from geartrain import UsageError
 from geartrain.callbacks import Callback, EarlyStopping, LambdaCallback
-from geartrain.loop.events import METHODS
+from geartrain.hooks.events import METHODS
 from geartrain_callbacks.callback import CALLED, NOT_CALLED, Adapter
 
 EVENTS = [name for name in CALLED if name not in ("setup", "teardown", "on_exception")]

@@ -7,7 +7,6 @@ from torch import nn
 
 from geartrain import UsageError, hookimpl
 from geartrain.callbacks import EMA, ModelCheckpoint
-from geartrain.checkpoint.checkpoints import checkpoint_state, save_checkpoint_file
 
 
 class Follows:
@@ -175,7 +174,7 @@ class SavesWithin:
     @hookimpl
     def on_validation_start(self, run):
         if run.stage == "validate":
-            save_checkpoint_file(run, checkpoint_state(run, run.epoch), run.output / "within.ckpt")
+            run.save_checkpoint(run.checkpoint(run.epoch), run.output / "within.ckpt")
 
 
 @pytest.mark.parametrize("first", [True, False])

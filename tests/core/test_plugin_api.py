@@ -1,6 +1,8 @@
-"""geartrain.plugin_api: type checkers see the names that plugins get."""
+"""geartrain.plugin_api: its list of names is the one that plugins and type checkers see."""
 
 import ast
+import inspect
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,28 +10,33 @@ from pathlib import Path
 import pytest
 
 from geartrain import plugin_api
+from geartrain.plugin_api import with_torch
 
-HOME = Path(plugin_api.__file__).parent
+LISTED = Path(__file__).parents[1] / "surface.json"
 
 
-def names():
-    """Return the names that type checkers see: those that are imported as themselves."""
-    trees = [
-        ast.parse((HOME / file).read_text(encoding="utf-8"))
-        for file in ("__init__.py", "with_torch.py")
-    ]
-    return {
-        one.asname
-        for tree in trees
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom)
-        for one in node.names
-    } - {None}
+@pytest.mark.parametrize("name", plugin_api.__all__)
+def test_each_name_can_be_imported_and_says_its_purpose(name):
+    value = getattr(plugin_api, name)
+    if inspect.isclass(value):
+        assert vars(value)["__doc__"]  # a class without a docstring inherits another's
+    elif inspect.isroutine(value) or inspect.ismodule(value):
+        assert value.__doc__
+
+
+def test_the_names_are_those_that_are_listed():
+    listed = json.loads(LISTED.read_text(encoding="utf-8"))["names of geartrain.plugin_api"]
+    assert sorted(plugin_api.__all__) == dir(plugin_api) == listed
 
 
 def test_type_checkers_see_the_names_that_plugins_get():
-    assert names() == set(dir(plugin_api))
-    assert all(getattr(plugin_api, name) is not None for name in names())
+    trees = [
+        ast.parse(Path(m.__file__).read_text(encoding="utf-8")) for m in (plugin_api, with_torch)
+    ]
+    found = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    found = [node for node in found if (node.module or "").startswith("geartrain")]
+    imported = {name.asname or name.name for node in found for name in node.names} - {"*"}
+    assert imported == set(plugin_api.__all__)
 
 
 def test_an_unknown_name():

@@ -14,7 +14,7 @@ from small_models import EvalNet, Net, assert_equal, fit, loader
 
 import geartrain as gt
 from geartrain import Layout, Plan, TrainingError, UsageError, hookimpl
-from geartrain.loop.run import Stage
+from geartrain.data.stage import Stage
 from geartrain.module.nested import map_tensors
 from geartrain_cuda import CUDAAccelerator
 from geartrain_cuda.batches import Prefetcher

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch.utils.data import DataLoader
 
 import geartrain as gt
-from geartrain.loop.run import Stage
+from geartrain.data.stage import Stage
 from geartrain_cuda.batches import Prefetcher, most, pinned, stays
 
 from .fake_streams import GPU, CPUBatch, Race

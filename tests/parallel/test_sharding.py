@@ -16,7 +16,7 @@ from torch.utils.data import (
 )
 
 import geartrain as gt
-from geartrain.data.sharding import is_empty_shard, set_epoch
+from geartrain.data.stage import Stage
 from geartrain.parallel import shard
 
 
@@ -33,7 +33,7 @@ def shards(loader, stage, size=4, epoch=None, **options):
     made = [shard(run_of(rank, size, **options), loader, stage) for rank in range(size)]
     for one in made:
         if epoch is not None:
-            set_epoch(one, epoch)
+            Stage([one]).set_epoch(epoch)
     found = [[batch.tolist() for batch in one] for one in made]
     for one, batches in zip(made, found, strict=True):
         assert len(one) == len(batches)
@@ -71,14 +71,15 @@ def test_training_pads_to_equal_length_and_keeps_the_shuffling(shuffle):
 def test_a_rank_without_samples_repeats_another_ranks():
     loader = DataLoader(range(3))
     made = [shard(run_of(rank), loader, "test") for rank in range(4)]
-    assert [is_empty_shard(one) for one in made] == [False, False, False, True]
+    assert [Stage.of([one], "test").batches for one in made] == [[1], [1], [1], [0]]
     assert [numbers([b.tolist() for b in one]) for one in made] == [[0], [1], [2], [0]]
     assert [numbers(b) for b in shards(loader, "train")] == [[0], [1], [2], [0]]
 
 
-def test_ranks_of_an_empty_loader_do_not_repeat_samples():
-    """Such a loader is refused, as in one process."""
-    assert not any(is_empty_shard(shard(run_of(rank), DataLoader([]), "test")) for rank in range(4))
+@pytest.mark.parametrize("rank", range(4))
+def test_ranks_of_an_empty_loader_refuse_it_as_one_process_does(rank):
+    with pytest.raises(gt.TrainingError, match="the test loader is empty"):
+        Stage.of([shard(run_of(rank), DataLoader([]), "test")], "test")
 
 
 def test_ranks_predict_whole_batches_in_turn():
@@ -207,7 +208,7 @@ def test_ranks_get_items_of_a_sampler_without_length_in_turn():
     for stage, expected in (("train", [[0, 2], [1, 3]]), ("validate", [[0, 2, 4], [1, 3]])):
         made = [shard(run_of(rank, 2), loader, stage) for rank in range(2)]
         assert [numbers(b.tolist() for b in one) for one in made] == expected
-        assert not any(map(is_empty_shard, made))
+        assert [Stage.of([one], stage).batches for one in made] == [[None], [None]]
 
 
 @pytest.mark.parametrize("batched", [False, True])
@@ -217,7 +218,7 @@ def test_a_users_distributed_sampler_is_kept_and_gets_the_epoch(batched):
     if batched:
         loader = DataLoader(range(24), batch_sampler=BatchSampler(own, 3, False))
     assert shard(run_of(1), loader, "train") is loader
-    set_epoch(loader, 3)
+    Stage([loader]).set_epoch(3)
     assert own.epoch == 3
 
 

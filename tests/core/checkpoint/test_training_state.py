@@ -40,7 +40,6 @@ from geartrain.callbacks import (
     model_checkpoint,
 )
 from geartrain.checkpoint import files as checkpoint_file
-from geartrain.checkpoint.checkpoints import checkpoint_state
 
 Adam = partial(torch.optim.Adam, lr=0.02)
 
@@ -878,7 +877,7 @@ class Again:
     @hookimpl
     def on_step_end(self, run):
         if run.step == self.commits_at and self.commit is None:
-            self.commit = copy.deepcopy(checkpoint_state(run, run.epoch))
+            self.commit = copy.deepcopy(run.checkpoint(run.epoch))
         if run.step == self.breaks_at and not self.ends:
             self.ends = 1
             raise ZeroDivisionError

@@ -21,7 +21,7 @@ from small_models import (
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
 from geartrain import GeartrainError, UsageError
-from geartrain.loop.optimizers import mean_over_ranks
+from geartrain.loop.run import Run
 
 
 class Configured(EvalNet):
@@ -439,7 +439,7 @@ def test_before_an_lbfgs_step_the_module_sees_gradients():
 def test_a_closures_loss_is_the_mean_over_ranks_as_a_number_too(loss):
     hooks = SimpleNamespace(all_gather=lambda run, tensor: torch.stack([tensor, tensor + 2]))
     run = SimpleNamespace(world=SimpleNamespace(size=2), device=torch.device("cpu"), hooks=hooks)
-    assert mean_over_ranks(run, loss).item() == 2.0
-    assert mean_over_ranks(run, None) is None
+    assert Run.mean_over_ranks(run, loss).item() == 2.0
+    assert Run.mean_over_ranks(run, None) is None
     run.world.size = 1
-    assert mean_over_ranks(run, loss) is loss
+    assert Run.mean_over_ranks(run, loss) is loss

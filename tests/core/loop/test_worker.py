@@ -13,7 +13,7 @@ from torch import nn
 
 import geartrain as gt
 from geartrain import Layout, World, hookimpl
-from geartrain.loop.run import Stage
+from geartrain.data.stage import Stage
 from geartrain.testing import ThreadRanks
 
 

@@ -6,7 +6,7 @@ import pytest
 from small_models import fit
 
 from geartrain import UsageError
-from geartrain.planning.plugin_files import file_plugin, is_file, load_file
+from geartrain.planning.plugin_files import file_plugin, load_file
 
 FUNCTIONS = """
 from geartrain import hookimpl
@@ -46,16 +46,9 @@ def refused(spec, *words):
     return caught.value
 
 
-@pytest.mark.parametrize(
-    ("name", "file"),
-    [
-        ("dir/a.py:Class", True),
-        ("acme.py-plugin", False),
-        ("py", False),
-    ],
-)
-def test_a_file_is_distinguished_from_a_name(name, file):
-    assert is_file(name) is file
+@pytest.mark.parametrize("name", ["acme.py-plugin", "py"])
+def test_a_name_is_no_file(name):
+    assert file_plugin(name) is None
 
 
 def test_class_whose_hookimpls_are_all_static_is_a_plugin(write):

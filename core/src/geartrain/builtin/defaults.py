@@ -16,7 +16,6 @@ from geartrain.checkpoint import files as checkpoint_file
 from geartrain.checkpoint.checkpoints import read
 from geartrain.data.loaders import MappedBatches, moves_nothing
 from geartrain.hookspecs import hookimpl
-from geartrain.launch.cluster import check_processes
 from geartrain.launch.signals import raise_on_signals
 from geartrain.loop.fit import train_step
 from geartrain.loop.ranks import RankCoordinator
@@ -36,7 +35,7 @@ class Defaults:
     @hookimpl
     def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
         if run.cluster is not None:
-            check_processes(run.plan, run.cluster)
+            run.cluster.check(run.plan)
             if run.cluster.launcher == "torchrun":  # it shows the error that the process records
                 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from filelock import BaseFileLock, FileLock, Timeout
 
-from geartrain.checkpoint.checkpoints import LAST, checkpoint_state, save_checkpoint_file
+from geartrain.checkpoint.checkpoints import LAST
 from geartrain.errors import TrainingError, UsageError
 from geartrain.files.atomic import (
     AppendedFile,
@@ -171,7 +171,7 @@ class LastCheckpoint:
     def on_epoch_end(self, run: Run) -> Generator[None, Any, Any]:
         results = yield
         if run.output is not None:
-            save_checkpoint_file(run, checkpoint_state(run, run.epoch + 1), run.output / LAST)
+            run.save_checkpoint(run.checkpoint(run.epoch + 1), run.output / LAST)
         return results
 
 

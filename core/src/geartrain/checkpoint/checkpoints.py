@@ -30,14 +30,7 @@ LAST = "last.ckpt"
 
 
 def checkpoint_state(run: Run, epochs: int) -> dict[str, Any]:
-    """Return the contents of a checkpoint. Every rank calls this, and rank 0's is saved.
-
-    It has weights, counters, the additions of the module's ``on_save_checkpoint`` and, during
-    ``fit``, everything that is needed to resume.
-
-    Args:
-        epochs: epochs done: ``run.epoch`` within an epoch, one more in ``on_epoch_end``.
-    """
+    """Return the contents of a checkpoint; see :meth:`geartrain.Run.checkpoint`."""
     state: dict[str, Any] = {"geartrain": __version__, "step": run.step, "epoch": epochs}
     # Before the weights: a strategy whose thread changes them pauses it when it returns its state.
     fit = training_state(run, epochs) if run.command == "fit" and run.mode != "session" else None
@@ -50,13 +43,7 @@ def checkpoint_state(run: Run, epochs: int) -> dict[str, Any]:
 
 
 def save_checkpoint_file(run: Run, state: dict[str, Any], path: Path) -> None:
-    """Save a checkpoint and call ``on_checkpoint_saved``. Every rank calls this, with one path.
-
-    If a plugin writes the file, the checkpoint names it: the plugin may be needed to read the file.
-
-    Raises:
-        TrainingError: it could not be written.
-    """
+    """Save a checkpoint; see :meth:`geartrain.Run.save_checkpoint`."""
     if run.world.rank == 0:
         try:
             make_folder(path.parent)

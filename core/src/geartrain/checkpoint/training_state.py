@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from geartrain.data.loaders import describe, single_loaders
 from geartrain.data.seeding import random_state, set_random_state
-from geartrain.data.sharding import generators, order_seeds, set_order_seeds
+from geartrain.data.stage import Stage
 from geartrain.errors import TrainingError, UsageError
 from geartrain.hooks.plugin_info import LoadedPlugin, keeps_state
 from geartrain.metrics.objects import libraries
@@ -84,7 +84,7 @@ def training_state(run: Run, epochs: int) -> dict[str, Any]:
         ],
         "schedulers": [{**_named(s.scheduler), "progress": s.progress()} for s in run.schedulers],
         "parts": shared,
-        "seeds": {name: list(map(order_seeds, s.loaders)) for name, s in run.stages.items()},
+        "seeds": {name: stage.seeds() for name, stage in run.stages.items()},
         "ranks": run.coordinator.gather_states(run, rank_state),
     }
 
@@ -276,8 +276,7 @@ def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
             with _named_in_errors(path, type(schedule.scheduler).__name__):
                 schedule.scheduler.load_state_dict(saved["state"])
     for name, stage in run.stages.items():
-        for loader, seed in zip(stage.loaders, fit["seeds"].get(name, ()), strict=False):
-            set_order_seeds(loader, seed)
+        stage.set_seeds(fit["seeds"].get(name, []))
     run.step, run.epoch = fit["step"], fit["epoch"]
     run.loop.batches_seen = fit["batches_seen"]
     rank_state = _of_this_rank(run, fit)
@@ -455,7 +454,7 @@ def _loaders(run: Run) -> list[Any]:
 def random_now(run: Run) -> dict[str, Any]:
     """Return this rank's random state, and which loaders' persistent workers run."""
     loaders = _loaders(run)
-    states = [generator.get_state() for loader in loaders for generator in generators(loader)]
+    states = [generator.get_state() for generator in Stage(loaders).generators()]
     started = [isinstance(one, DataLoader) and one._iterator is not None for one in loaders]
     everywhere = random_state(run.device, every=run.plan.layout.devices_per_process > 1)
     return {**everywhere, "loaders": states, "workers": started}
@@ -469,7 +468,7 @@ def set_random(run: Run, state: dict[str, Any]) -> None:
         if started and persistent and loader._iterator is None:
             iter(loader)  # start workers before the generators are set: torch draws a seed
     set_random_state(run.device, state)
-    found = [generator for loader in loaders for generator in generators(loader)]
+    found = list(Stage(loaders).generators())
     before = len(state["loaders"])
     if len(found) != before:
         message = f"the loaders have {len(found)} generators, and had {before}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from multiprocessing import util
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -172,6 +173,8 @@ class BatchSizer:
 
     def __init__(self, loader: Any, warns: bool = True) -> None:
         self._loader, self._warns = loader, warns
+        #: As :func:`loader_batch_size` returns it.
+        self.loader_batch_size = loader_batch_size(loader)
         #: Returns the samples in a batch, or ``None``. The first call replaces it by a rule.
         self.size: Callable[[Any], int | None] = self._first
 
@@ -182,7 +185,7 @@ class BatchSizer:
     def _find(self, batch: Any) -> Callable[[Any], int | None]:
         if _own_size(batch) is not None:
             return _own_size
-        size = loader_batch_size(self._loader)
+        size = self.loader_batch_size
         samples = length(getattr(self._loader, "sampler", None))
         expected = size if size is None or samples is None else min(size, samples)
         for rule in (first_size, _last_size, _listed_size, _outer_size):
@@ -222,6 +225,16 @@ def single_loaders(loader: Any) -> list[Any]:
 def each_loader(loader: Any, function: Callable[[Any], Iterable[Any]]) -> Any:
     """Apply a function that returns a loader to each of :func:`single_loaders`."""
     return loader.each_loader(function) if hasattr(loader, "each_loader") else function(loader)
+
+
+def share_temporary_folder(loaders: Iterable[Any]) -> None:
+    """Make multiprocessing's folder ``pymp-*`` for its sockets, if one of the loaders has workers.
+
+    Otherwise each worker makes its own when it first sends a tensor. After an error nothing removes
+    that: multiprocessing ends workers by SIGTERM, for which torch has a handler.
+    """
+    if any(getattr(loader, "num_workers", 0) for loader in loaders):
+        util.get_temp_dir()
 
 
 def length(thing: Any) -> int | None:

@@ -14,7 +14,7 @@ from geartrain import hookspecs
 from geartrain.errors import UsageError, nearest
 from geartrain.errors.known import HOOKS, KNOWN
 from geartrain.hooks.plugin_info import LoadedPlugin
-from geartrain.hooks.spelling import refuse_misspelt_of_plugin
+from geartrain.hooks.spelling import check_plugin_attributes
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def check_part(
             hint = "put @hookimpl above it (overriding a hook in a subclass needs it too)"
             wrong(part, name, message, f"{hint}, or rename it")
     if not part.info.is_core:
-        refuse_misspelt_of_plugin(part.plugin, part.info.kind, part.info.label, specs)
+        check_plugin_attributes(part.plugin, part.info.kind, part.info.label, specs)
     for hook in sorted(hooks_replaced_by(part)):
         if hook not in {impl.hook for impl in impls}:
             message = "stands in 'replaces' but is not implemented"

@@ -25,6 +25,7 @@ from geartrain.hooks.checks import (
 from geartrain.hooks.isolation import guarded
 from geartrain.hooks.plugin_info import LoadedPlugin, PluginInfo
 from geartrain.hooks.results import require_result, unchecked
+from geartrain.hooks.spelling import OF_PLUGINS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,6 +67,9 @@ class Hooks:
         UsageError: a hookimpl is wrong, or two parts claim one hook.
     """
 
+    #: Attributes that any plugin may have, besides its hooks.
+    plugin_attributes = OF_PLUGINS
+
     def __init__(self, parts: Sequence[LoadedPlugin]) -> None:
         self._parts = tuple(parts)
         self._manager, self._frozen = _Manager(), False
@@ -93,6 +97,12 @@ class Hooks:
         self._refuse_if_frozen()
         self._choice_of[id(plugin)] = info
         self._manager.register(plugin, f"{info.label} of this process {id(plugin)}")
+
+    def add_methods(self, methods: Mapping[str, Callable[..., Any]], info: PluginInfo) -> None:
+        """Register functions as :meth:`add` does, by the names of a module's ``on_`` methods."""
+        from geartrain.hooks.events import Events  # imports torch
+
+        self.add(Events(methods), info)
 
     if TYPE_CHECKING:  # for editors and type checkers
         plan_processes = staticmethod(hookspecs.plan_processes)

@@ -50,12 +50,13 @@ _SAME = {"train": "training", "begin": "start", "prediction": "predict"}
 _SAME |= dict.fromkeys(["val", "valid", "validate"], "validation")
 
 
-def refuse_misspelt(
+def check_attributes(
     thing: Any, whose: str, methods: Iterable[str], values: Iterable[str] = (), base: type = object
 ) -> None:
     """Refuse an attribute whose name is almost one that geartrain reads: it would be ignored.
 
     A method that the class calls is not a misspelling. Nor is one beside the method it resembles.
+    If ``methods`` has ``state_dict`` and ``load_state_dict``, one without the other is refused too.
 
     Args:
         thing: an object, a class, or the module of a plugin file.
@@ -65,7 +66,7 @@ def refuse_misspelt(
         base: the class of geartrain's that ``thing`` extends; its names are no misspellings.
 
     Raises:
-        UsageError: a misspelling; the message has the right name.
+        UsageError: a misspelling, or half a state; the message has the right name.
     """
     reads, values, spaces = frozenset(methods), frozenset(values), _spaces(thing, base)
     for space, name, value in _public(spaces, base):
@@ -84,27 +85,18 @@ def refuse_misspelt(
                 f"{whose}: nothing reads its requires = {value!r}. Fix: replaces = {{HOOK}} to own "
                 "a hook, dependencies in pyproject.toml, or check_plan to refuse a plan"
             )
-
-
-def refuse_misspelt_of_plugin(plugin: Any, kind: str, whose: str, hooks: Iterable[str]) -> None:
-    """Refuse misspelt attributes of a plugin, strategy or accelerator; ``hooks`` are all hooks."""
-    methods = {*hooks, *_METHODS_OF[""], *_METHODS_OF.get(kind, ())}
-    values = OF_PLUGINS | {"same_on_all_ranks"} | _VALUES_OF.get(kind, set())
-    refuse_misspelt(plugin, whose, methods, values)
-    refuse_half_a_state(plugin, whose)
-
-
-def refuse_half_a_state(thing: Any, whose: str) -> None:
-    """Refuse ``state_dict`` or ``load_state_dict`` without the other: checkpoints need both.
-
-    Raises:
-        UsageError: one is missing; the message has its name.
-    """
     missing = [name for name in STATE if not callable(getattr(thing, name, None))]
-    if len(missing) == 1:
+    if len(missing) == 1 and reads >= STATE:
         has = f"it has {min(STATE - {*missing})} and no {missing[0]}"
         message = f"{whose}: {has}, so no checkpoint would hold its state"
         raise UsageError(f"{message}. Fix: add {missing[0]}")
+
+
+def check_plugin_attributes(plugin: Any, kind: str, whose: str, hooks: Iterable[str]) -> None:
+    """Refuse misspelt attributes of a plugin, strategy or accelerator; ``hooks`` are all hooks."""
+    methods = {*hooks, *_METHODS_OF[""], *_METHODS_OF.get(kind, ())}
+    values = OF_PLUGINS | {"same_on_all_ranks"} | _VALUES_OF.get(kind, set())
+    check_attributes(plugin, whose, methods, values)
 
 
 def warn_of_others(
@@ -131,6 +123,22 @@ def warn_of_others(
         if caller and not _is_called(name, spaces):
             message = f"{whose}: its {name} is a method of {caller}, and nothing calls it here"
             warnings.warn(f"{message}. Fix: {fix}", stacklevel=3)
+
+
+def refuse_unrun(cls: type, names: Iterable[str]) -> None:
+    """Refuse methods whose call runs nothing: it returns a generator or a coroutine.
+
+    Raises:
+        UsageError: one of ``names`` yields or is ``async def``.
+    """
+    for name in names:
+        function, owner = getattr(cls, name, None), f"{cls.__name__}.{name}"
+        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+            message = "is 'async def', and nothing would await it. Fix: write 'def'"
+            raise UsageError(f"{owner} {message}")
+        if inspect.isgeneratorfunction(function):
+            message = "yields, so calling it would run nothing. Fix: take out the 'yield'"
+            raise UsageError(f"{owner} {message}")
 
 
 @functools.cache

@@ -51,6 +51,31 @@ class ClusterEnvironment:
         """The number of nodes, at least 1."""
         return max(1, self.size // max(1, self.local_size))
 
+    @staticmethod
+    def starts_rank_0(place: ClusterEnvironment | None, num_nodes: int) -> bool:
+        """True if the process in this place is rank 0 or starts it."""
+        if place is not None:
+            return place.rank == 0
+        node_rank = os.environ.get("NODE_RANK", os.environ.get("GROUP_RANK", "0"))
+        return num_nodes == 1 or node_rank == "0"
+
+    def check(self, plan: Plan) -> None:
+        """Refuse a plan whose number of processes is not the launcher's.
+
+        Raises:
+            UsageError: the numbers differ.
+        """
+        planned = plan.processes
+        if planned is None or planned == self.size:
+            return
+        per_node, nodes = plan.layout.processes_per_node, plan.num_nodes
+        starter = "the first fit of this program" if self.launcher == "geartrain" else self.launcher
+        raise UsageError(
+            f"the plan has {planned} processes ({per_node} on each of {nodes} nodes), but "
+            f"{starter} started {self.size} ({self.local_size} on each of {self.nodes} nodes). "
+            f"Fix: --devices {self.local_size} --num-nodes {self.nodes}, or start {planned}"
+        )
+
 
 def detect(environ: Mapping[str, str] = os.environ) -> ClusterEnvironment | None:
     """Return this process's place, or ``None`` if it was not started as one of several.
@@ -78,33 +103,6 @@ def detect(environ: Mapping[str, str] = os.environ) -> ClusterEnvironment | None
 @functools.cache  # each search reads all installed metadata
 def _launchers() -> list[EntryPoint]:
     return sorted(entry_points(group="geartrain.launchers"), key=lambda point: point.name)
-
-
-def starts_rank_0(
-    place: ClusterEnvironment | None, num_nodes: int, environ: Mapping[str, str] = os.environ
-) -> bool:
-    """True if this process is rank 0 or starts it."""
-    if place is not None:
-        return place.rank == 0
-    return num_nodes == 1 or environ.get("NODE_RANK", environ.get("GROUP_RANK", "0")) == "0"
-
-
-def check_processes(plan: Plan, place: ClusterEnvironment) -> None:
-    """Refuse a plan whose number of processes is not the launcher's.
-
-    Raises:
-        UsageError: the numbers differ.
-    """
-    planned = plan.processes
-    if planned is None or planned == place.size:
-        return
-    per_node, nodes = plan.layout.processes_per_node, plan.num_nodes
-    starter = "the first fit of this program" if place.launcher == "geartrain" else place.launcher
-    raise UsageError(
-        f"the plan has {planned} processes ({per_node} on each of {nodes} nodes), but {starter} "
-        f"started {place.size} ({place.local_size} on each of {place.nodes} nodes). "
-        f"Fix: --devices {place.local_size} --num-nodes {place.nodes}, or start {planned}"
-    )
 
 
 # --- launchers ------------------------------------------------------------------------------------

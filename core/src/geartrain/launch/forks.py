@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing import util
 from typing import Any
 
 #: Signal handlers that forked children restore.
@@ -72,13 +71,3 @@ def handlers_not_inherited(before: dict[int, Any]) -> Iterator[None]:
     finally:
         if outermost:
             _handlers_before.clear()
-
-
-def share_temporary_folder(loaders: Iterable[Any]) -> None:
-    """Make multiprocessing's folder ``pymp-*`` for its sockets, if one of the loaders has workers.
-
-    Otherwise each worker makes its own when it first sends a tensor. After an error nothing removes
-    that: multiprocessing ends workers by SIGTERM, for which torch has a handler.
-    """
-    if any(getattr(loader, "num_workers", 0) for loader in loaders):
-        util.get_temp_dir()

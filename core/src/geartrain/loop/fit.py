@@ -13,17 +13,11 @@ import torch
 
 from geartrain.checkpoint.training_state import random_now, restore_random_state, set_random
 from geartrain.data.loaders import close_batches
-from geartrain.data.sharding import set_epoch
 from geartrain.errors import TrainingError, UsageError
 from geartrain.loop.evaluate import evaluate
 from geartrain.loop.losses import divide_by_weights, loss_in, weigh
-from geartrain.loop.optimizers import (
-    mean_over_ranks,
-    parameters_of,
-    step_plateaus,
-    step_schedules,
-    zero_grad,
-)
+from geartrain.loop.optimizers import parameters_of, step_plateaus, step_schedules, zero_grad
+from geartrain.loop.run import EpochIsOver
 from geartrain.loop.stages import begin_epoch, end_all_workers
 
 if TYPE_CHECKING:
@@ -62,7 +56,7 @@ def train_batch(run: Run, batch: Any, i: int, size: int) -> torch.Tensor | None:
     hooks, loop, last, batch_idx = run.hooks, run.loop, i == size - 1, run.batch_idx + i
     run.batch = batch
     if -1 in hooks.on_train_batch_start(run=run, batch=batch, batch_idx=batch_idx):
-        raise end_of_epoch(run)
+        raise run.end_of_epoch()
     with hooks.micro_step(run=run, first=i == 0, last=last):
         output = hooks.forward(run=run, method="training_step", args=(batch, batch_idx))
         loss = output if isinstance(output, torch.Tensor) else loss_in(run, output)
@@ -72,7 +66,7 @@ def train_batch(run: Run, batch: Any, i: int, size: int) -> torch.Tensor | None:
             if size > 1:  # the last step of an epoch may be shorter
                 loss = loss / size
             hooks.on_before_backward(run=run, loss=loss)
-            backward(run, loss)
+            run.backward(loss)
             hooks.on_after_backward(run=run)
     loop.step_output = output  # after forward: freeing the last graph costs it 1 µs
     if not last:  # that of the last batch comes after the step
@@ -106,48 +100,12 @@ def _closure_step(run: Run, gradients: Callable[[], torch.Tensor | None]) -> boo
         if loss is None:
             raise _NothingToStepOn
         run.hooks.on_before_optimizer_step(run=run, optimizer=optimizer)
-        return mean_over_ranks(run, loss)
+        return run.mean_over_ranks(loss)
 
     try:
         return run.hooks.optimizer_step(run=run, optimizer=optimizer, closure=closure) is not False
     except _NothingToStepOn:
         return False
-
-
-def backward(run: Run, loss: torch.Tensor) -> None:
-    """Call the hook ``backward``, and explain why a loss has none.
-
-    Raises:
-        TrainingError: the loss has ``requires_grad=False``, or is not one number.
-    """
-    try:
-        run.hooks.backward(run=run, loss=loss)
-    except RuntimeError as error:  # not checked before: the check would cost every step
-        if not loss.requires_grad:
-            raise TrainingError(
-                f"the loss of {type(run.module).__name__}.training_step has requires_grad=False, "
-                "so training cannot change a parameter. Fix: compute the loss from parameters with "
-                "requires_grad=True, without .detach(), .item() or torch.no_grad()"
-            ) from error
-        if loss.numel() != 1:
-            message = f"the loss must be one number, and this one has the shape {list(loss.shape)}"
-            raise TrainingError(f"{message}. Fix: return its .mean() or .sum()") from error
-        raise
-
-
-class EpochIsOver(Exception):
-    """``on_train_batch_start`` returned -1; ``train_epoch`` catches it."""
-
-
-def end_of_epoch(run: Run) -> Exception:
-    """Return the exception for ``on_train_batch_start`` -> -1: with several ranks an error."""
-    if run.world.size > 1:
-        return TrainingError(
-            f"on_train_batch_start returned -1 on rank {run.world.rank}: the other ranks would "
-            "hang, waiting for its gradients. Fix: self.trainer.should_stop = True, or "
-            "limit_train_batches"
-        )
-    return EpochIsOver()
 
 
 def fit(run: Run) -> None:
@@ -165,7 +123,7 @@ def fit(run: Run) -> None:
     if run.loop.resumed is not None and _is_done(
         run
     ):  # nothing is trained; the state is of the end
-        set_epoch(run.stages["train"].loaders[0], run.epoch - 1)
+        run.stages["train"].set_epoch(run.epoch - 1)
         restore_random_state(run)
     else:
         hooks.on_train_start(run=run)
@@ -194,7 +152,7 @@ def train_epoch(run: Run) -> None:
     hooks, epoch_end = run.hooks, run.loop.unwrapped.epoch_ends.get("train")
     run.batch_idx, run.loop.unwrapped.outputs, run.logs.open = 0, [], True
     begin_epoch(run)
-    set_epoch(run.stages["train"].loaders[0], run.epoch)
+    run.stages["train"].set_epoch(run.epoch)
     hooks.on_epoch_start(run=run)
     _train_batches(run)
     _step_epoch_schedules(run)

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -153,27 +152,6 @@ def parameters_of(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
     """Return the parameters that these optimizers step, each once."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     return list(dict.fromkeys(parameter for group in groups for parameter in group["params"]))
-
-
-def about_to_step(run: Run) -> dict[str, nn.Parameter]:
-    """Return the module's parameters, by name, whose gradients the next step uses.
-
-    In manual optimisation and in a Session these are the optimizer's own: other gradients may still
-    be scaled, or belong to another loss.
-    """
-    named = dict(run.module.named_parameters())
-    if run.mode == "automatic":
-        return named
-    stepped = set(parameters_of(run.optimizers))
-    return {name: parameter for name, parameter in named.items() if parameter in stepped}
-
-
-def mean_over_ranks(run: Run, loss: Any) -> Any:
-    """Return the mean of a closure's loss: with different ones, line searches would hang."""
-    if run.world.size == 1 or not isinstance(loss, torch.Tensor | float):
-        return loss
-    value = torch.as_tensor(loss, device=run.device).detach()
-    return torch.stack(list(run.hooks.all_gather(run=run, tensor=value))).mean()
 
 
 def needs_closure(optimizers: Sequence[Optimizer], automatic: bool = True) -> bool:

@@ -7,7 +7,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from geartrain.loop.run import Run, Stage
+    from geartrain.data.stage import Stage
+    from geartrain.loop.run import Run
     from geartrain.metrics.local import LocalMetric, MetricOptions
 
 

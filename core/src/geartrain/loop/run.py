@@ -7,10 +7,11 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from geartrain.errors import TrainingError
 from geartrain.loop.ranks import RankCoordinator
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
     from pathlib import Path
 
     import torch
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from geartrain.checkpoint.training_state import Resumed
     from geartrain.data.sources import DataSource
+    from geartrain.data.stage import Stage
     from geartrain.hooks.manager import Hooks
     from geartrain.launch.cluster import ClusterEnvironment
     from geartrain.loop.optimizers import Schedule
@@ -43,23 +45,10 @@ class World:
     node_rank: int = 0
 
 
-@dataclass(slots=True)
-class Stage:
-    """The loaders of one stage, and for each the number of batches that are used."""
+def _no_stages() -> dict[str, Stage]:
+    from geartrain.data.stage import Stage  # imports torch
 
-    #: After ``shard_dataloader``.
-    loaders: list[Iterable[Any]] = field(default_factory=list)
-    #: Batches of one pass on this rank, after limits; ``None`` if a loader has no length.
-    batches: list[int | None] = field(default_factory=list)
-    #: The most batches that any rank has: in evaluation every rank calls the step so often.
-    max_batches: list[int | None] = field(default_factory=list)
-    #: True if a rank's loader has no length: ranks must agree at each batch whether another
-    #: follows.
-    lengths_unknown: bool = False
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Loaders stay in their process.
-        return Stage, ([], self.batches, self.max_batches, self.lengths_unknown)
+    return defaultdict(Stage)
 
 
 def _report_nothing(*_: object) -> None:
@@ -119,6 +108,10 @@ class LoopState:
     report_teardown: Callable[[], None] = _report_nothing
 
 
+class EpochIsOver(Exception):
+    """``on_train_batch_start`` returned -1; ``train_epoch`` catches it."""
+
+
 @dataclass(slots=True, eq=False)
 class Run:
     """One call of ``fit``, ``validate``, ``test`` or ``predict``: the argument of every hook."""
@@ -170,7 +163,7 @@ class Run:
     logs: MetricStore = field(init=False)
     #: By name: ``"train"``, ``"validate"``, ``"test"``, ``"predict"``. A stage has no loaders if
     #: the command does not need them.
-    stages: dict[str, Stage] = field(default_factory=lambda: defaultdict(Stage))
+    stages: dict[str, Stage] = field(default_factory=_no_stages)
     #: True if this rank has no more batches and repeats one, so that collectives match. Outputs and
     #: logged values are dropped meanwhile.
     repeating: bool = False
@@ -240,3 +233,112 @@ class Run:
         from geartrain.data.loaders import transfer
 
         return transfer(self, batch)
+
+    def reset_logs(self) -> None:
+        """Begin with a new store of logged values, before the first is logged."""
+        from geartrain.metrics.store import MetricStore
+
+        self.logs = MetricStore(self)
+
+    def make_optimizers(self) -> list[Optimizer]:
+        """Call ``configure_optimizers``; set the schedulers, and return the optimizers unwrapped.
+
+        Raises:
+            UsageError: it returned none of its forms.
+        """
+        from geartrain.loop.optimizers import read_optimizers
+
+        optimizers, self.schedulers = read_optimizers(self.module.configure_optimizers())
+        return optimizers
+
+    def wrap_optimizers(self, optimizers: list[Optimizer]) -> None:
+        """Set the optimizers, each wrapped by the hook ``wrap_optimizer``.
+
+        Raises:
+            UsageError: one computes the loss itself, as LBFGS, and the loop would step others too.
+        """
+        from geartrain.loop.optimizers import needs_closure
+
+        self.loop.needs_closure = needs_closure(optimizers, self.mode == "automatic")
+        self.optimizers = [self.hooks.wrap_optimizer(run=self, optimizer=o) for o in optimizers]
+
+    def parameters_of_step(self) -> dict[str, nn.Parameter]:
+        """Return the module's parameters, by name, whose gradients the next step uses.
+
+        In manual optimisation and in a Session these are the optimizer's own: other gradients may
+        still be scaled, or belong to another loss.
+        """
+        from geartrain.loop.optimizers import parameters_of
+
+        named = dict(self.module.named_parameters())
+        if self.mode == "automatic":
+            return named
+        stepped = set(parameters_of(self.optimizers))
+        return {name: parameter for name, parameter in named.items() if parameter in stepped}
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Call the hook ``backward``, and explain why a loss has none.
+
+        Raises:
+            TrainingError: the loss has ``requires_grad=False``, or is not one number.
+        """
+        try:
+            self.hooks.backward(run=self, loss=loss)
+        except RuntimeError as error:  # not checked before: the check would cost every step
+            if not loss.requires_grad:
+                raise TrainingError(
+                    f"the loss of {type(self.module).__name__}.training_step has "
+                    "requires_grad=False, so training cannot change a parameter. Fix: compute the "
+                    "loss from parameters with requires_grad=True, without .detach(), .item() or "
+                    "torch.no_grad()"
+                ) from error
+            if loss.numel() != 1:
+                message = (
+                    f"the loss must be one number, and this one has the shape {list(loss.shape)}"
+                )
+                raise TrainingError(f"{message}. Fix: return its .mean() or .sum()") from error
+            raise
+
+    def mean_over_ranks(self, loss: Any) -> Any:
+        """Return the mean of a closure's loss: with different ones, line searches would hang."""
+        import torch
+
+        if self.world.size == 1 or not isinstance(loss, torch.Tensor | float):
+            return loss
+        value = torch.as_tensor(loss, device=self.device).detach()
+        return torch.stack(list(self.hooks.all_gather(run=self, tensor=value))).mean()
+
+    def end_of_epoch(self) -> Exception:
+        """Return the exception for ``on_train_batch_start`` -> -1: with several ranks an error."""
+        if self.world.size > 1:
+            return TrainingError(
+                f"on_train_batch_start returned -1 on rank {self.world.rank}: the other ranks "
+                "would hang, waiting for its gradients. Fix: self.trainer.should_stop = True, or "
+                "limit_train_batches"
+            )
+        return EpochIsOver()
+
+    def checkpoint(self, epochs: int) -> dict[str, Any]:
+        """Return the contents of a checkpoint. Every rank calls this, and rank 0's is saved.
+
+        It has weights, counters, the additions of the module's ``on_save_checkpoint`` and, during
+        ``fit``, everything that is needed to resume.
+
+        Args:
+            epochs: epochs done: ``run.epoch`` within an epoch, one more in ``on_epoch_end``.
+        """
+        from geartrain.checkpoint.checkpoints import checkpoint_state
+
+        return checkpoint_state(self, epochs)
+
+    def save_checkpoint(self, state: dict[str, Any], path: Path) -> None:
+        """Save a checkpoint and call ``on_checkpoint_saved``. Every rank calls this, with one path.
+
+        If a plugin writes the file, the checkpoint names it: the plugin may be needed to read it.
+
+        Raises:
+            TrainingError: it could not be written.
+        """
+        from geartrain.checkpoint.checkpoints import save_checkpoint_file
+
+        save_checkpoint_file(self, state, path)

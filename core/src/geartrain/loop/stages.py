@@ -11,23 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from geartrain.checkpoint.training_state import restore_random_state, set_random
 from geartrain.data.loaders import (
-    count_batches,
     describe,
     each_loader,
     end_workers,
-    length,
     loader_batch_size,
     single_loaders,
 )
-from geartrain.data.sharding import (
-    batches_in_turn,
-    is_empty_shard,
-    order_seeds,
-    set_order_seeds,
-)
+from geartrain.data.stage import Stage
 from geartrain.errors import UsageError
-from geartrain.launch.forks import share_temporary_folder
-from geartrain.loop.run import Stage
 from geartrain.loop.step_forwarder import check_loader_count
 
 if TYPE_CHECKING:
@@ -66,9 +57,7 @@ def set_up_loaders(run: Run, stages: Sequence[str] | None = None) -> None:
         if loaders and stage != "train":
             check_loader_count(run.module, stage, len(loaders))
         loaders = [each_loader(loader, partial(_sharded, run, stage)) for loader in loaders]
-        share_temporary_folder(loaders)
-        counts = [_count(loader, limit, stage) for loader in loaders]
-        counted = Stage(loaders, counts, counts)
+        counted = Stage.of(loaders, stage, limit)
         run.stages[stage] = run.coordinator.count_batches(run, stage, counted)
     size = loader_batch_size(run.stages["train"].loaders[0]) if run.command == "fit" else None
     if size is not None:  # of the loader on this rank, which may be another than the user's
@@ -78,15 +67,6 @@ def set_up_loaders(run: Run, stages: Sequence[str] | None = None) -> None:
 def _sharded(run: Run, stage: str, loader: Iterable[Any]) -> Iterable[Any]:
     shard: Iterable[Any] = run.hooks.shard_dataloader(run=run, loader=loader, stage=stage)
     return shard
-
-
-def _count(loader: Iterable[Any], limit: int | float | None, stage: str) -> int | None:
-    """Return the batches of this rank; to predict, the limit is for all ranks together."""
-    batch_shard = batches_in_turn(loader) if stage == "predict" else None
-    if batch_shard is None:
-        return 0 if is_empty_shard(loader) else count_batches(loader, limit, stage)
-    total = count_batches(loader, limit, stage, length(batch_shard.sampler))
-    return None if total is None else len(range(batch_shard.rank, total, batch_shard.size))
 
 
 def end_all_workers(run: Run) -> None:
@@ -120,11 +100,10 @@ def _make_again(run: Run, epoch: int) -> None:
     every, end = options.check_val_every_n_epoch, epoch + options.reload_dataloaders_every_n_epochs
     validates = every is None or end // every > epoch // every
     end_all_workers(run)
-    current, before = run.epoch, {name: stage.loaders for name, stage in run.stages.items()}
+    current, before = run.epoch, {name: stage.seeds() for name, stage in run.stages.items()}
     run.epoch = epoch  # the methods may read trainer.current_epoch
     set_up_loaders(run, ("train", "validate") if validates else ("train",))
     run.epoch = current
-    for name, loaders in before.items():  # a strategy draws a new seed if the plan has none
-        for old, new in zip(loaders, run.stages[name].loaders, strict=False):
-            set_order_seeds(new, order_seeds(old))
+    for name, seeds in before.items():  # a strategy draws a new seed if the plan has none
+        run.stages[name].set_seeds(seeds)
     run.logs.forget_loaders()

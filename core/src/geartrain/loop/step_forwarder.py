@@ -11,7 +11,14 @@ from torch import nn
 
 from geartrain.errors import TrainingError, UsageError
 from geartrain.errors.hints import hint
-from geartrain.hooks.spelling import DATA, MODULE, OVERRIDES, on_methods, refuse_misspelt
+from geartrain.hooks.spelling import (
+    DATA,
+    MODULE,
+    OVERRIDES,
+    check_attributes,
+    on_methods,
+    refuse_unrun,
+)
 from geartrain.module.module import DataModule, Module, overridden
 
 #: The methods of a module that a Trainer calls with batches.
@@ -95,12 +102,14 @@ def _arity(module: Module, method: str) -> int:
     return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
 
 
-def check_module(module: Any, command: str) -> None:
-    """Refuse a module, or its class, that cannot be run, before anything starts.
+def check_module(module: Any, command: str, datamodule: Any = None) -> None:
+    """Refuse a module, or its class, that cannot be run, before anything starts; and its data.
 
     Raises:
         UsageError: no Module, a missing step or optimizer, a method that geartrain never calls.
     """
+    if datamodule is not None:
+        check_data(datamodule)
     cls = module if inspect.isclass(module) else type(module)
     if not issubclass(cls, Module):
         raise UsageError(
@@ -108,7 +117,7 @@ def check_module(module: Any, command: str) -> None:
             "Fix: subclass geartrain.Module, or give Trainer.fit an nn.Module"
         )
     reads = {*MODULE, *on_methods()}
-    refuse_misspelt(module, cls.__name__, reads, ["automatic_optimization"], Module)
+    check_attributes(module, cls.__name__, reads, ["automatic_optimization"], Module)
     step = STEPS[("fit", "validate", "test", "predict").index(command)]
     if not callable(getattr(module, step, None)):
         raise UsageError(f"{cls.__name__} has no {step}, which {command} needs. Fix: define it")
@@ -215,22 +224,6 @@ def _binds(parameters: list[inspect.Parameter], count: int) -> bool:
     return True
 
 
-def refuse_unrun(cls: type, names: Iterable[str]) -> None:
-    """Refuse methods whose call runs nothing: it returns a generator or a coroutine.
-
-    Raises:
-        UsageError: one of ``names`` yields or is ``async def``.
-    """
-    for name in names:
-        function, owner = getattr(cls, name, None), f"{cls.__name__}.{name}"
-        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-            message = "is 'async def', and nothing would await it. Fix: write 'def'"
-            raise UsageError(f"{owner} {message}")
-        if inspect.isgeneratorfunction(function):
-            message = "yields, so calling it would run nothing. Fix: take out the 'yield'"
-            raise UsageError(f"{owner} {message}")
-
-
 def check_data(data: Any) -> None:
     """Refuse a data module that cannot be used, before anything starts.
 
@@ -240,7 +233,7 @@ def check_data(data: Any) -> None:
     if not isinstance(data, DataModule):
         message = f"datamodule={data!r} is not a geartrain.DataModule"
         raise UsageError(f"{message}. Fix: subclass geartrain.DataModule")
-    refuse_misspelt(data, type(data).__name__, DATA, base=DataModule)
+    check_attributes(data, type(data).__name__, DATA, base=DataModule)
     for name in ("prepare_data", "setup", "teardown"):
         if not callable(getattr(data, name)):
             message = f"{type(data).__name__}.{name} is {getattr(data, name)!r} and no method"

@@ -17,16 +17,15 @@ from geartrain.data.seeding import determinism, seed_everything
 from geartrain.data.sources import DataSource
 from geartrain.errors import TrainingError, UsageError
 from geartrain.errors.hints import write_instead
+from geartrain.hooks.events import methods_of
 from geartrain.hooks.plugin_info import PluginInfo
 from geartrain.loop.evaluate import evaluate
-from geartrain.loop.events import events_of
 from geartrain.loop.fit import fit
-from geartrain.loop.optimizers import needs_closure, parameters_of, read_optimizers
+from geartrain.loop.optimizers import parameters_of
 from geartrain.loop.run import Run, World
 from geartrain.loop.stages import end_all_workers, set_up_loaders
 from geartrain.loop.step_forwarder import StepForwarder
 from geartrain.metrics.objects import warn_of_unknown
-from geartrain.metrics.store import MetricStore
 from geartrain.module.module import DataModule, Module
 
 
@@ -61,7 +60,7 @@ def work(run: Run, source: DataSource, start: InitialCheckpoint, local_rank: int
         if options.seed is not None and run.world.rank:  # the same weights, but other dropout
             seed_everything(options.seed + run.world.rank)
         module = PluginInfo(type(run.module).__name__, "core", None, None, "the user's module")
-        run.hooks.add(events_of(run), module)
+        run.hooks.add_methods(methods_of(run), module)
         run.hooks.freeze()
         run.hooks.on_run_start(run=run)
         result = None
@@ -103,7 +102,7 @@ def init_process_group(run: Run) -> None:
 
 
 def _attach(run: Run, source: DataSource) -> None:
-    run.logs = MetricStore(run)
+    run.reset_logs()
     run.loop.unwrapped = StepForwarder(run.module)
     run.module._attach(run)
     owners = [owner for owner in (source.datamodule, run.module) if owner is not None]
@@ -129,14 +128,13 @@ def _set_up_model(run: Run, start: InitialCheckpoint) -> None:
     run.loop.unwrapped.wrapped = any(not plugin.is_core for plugin in wrappers)
     run.loop.step_functions = run.loop.unwrapped.calls(run.model)
     if run.command == "fit":
-        optimizers, run.schedulers = read_optimizers(run.module.configure_optimizers())
+        optimizers = run.make_optimizers()
         _warn_of_parameters_without_optimizer(run, optimizers)
         automatic = run.module.automatic_optimization
         if automatic != (run.mode == "automatic"):
             message = f"{type(run.module).__name__}.automatic_optimization became {automatic}"
             raise UsageError(f"{message} after fit had begun. Fix: set it in __init__")
-        run.loop.needs_closure = needs_closure(optimizers, automatic)
-        run.optimizers = [run.hooks.wrap_optimizer(run=run, optimizer=o) for o in optimizers]
+        run.wrap_optimizers(optimizers)
         if not optimizers:
             warnings.warn("configure_optimizers returned None: nothing is stepped", stacklevel=2)
     load(run, start)

@@ -104,6 +104,17 @@ class MetricStore:
         #: The metrics of the stages around the running evaluation, outermost first.
         self._around: list[dict[str, _Metric]] = []
 
+    @staticmethod
+    def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+        """Return values to log as numbers, of which tensors on a GPU are read now.
+
+        Raises:
+            TrainingError: a name that no metric can have, or a value that is not one number.
+        """
+        for name in metrics:
+            check_name(name)
+        return {name: float(scalar(name, value)) for name, value in metrics.items()}
+
     # --- the hot path -----------------------------------------------------------------------------
 
     def items_of(self, dictionary: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:

@@ -22,11 +22,11 @@ from geartrain.files.paths import user_path
 from geartrain.hooks.manager import Hooks
 from geartrain.hooks.plugin_info import LoadedPlugin, PluginInfo
 from geartrain.hooks.spelling import warn_of_others
-from geartrain.launch.cluster import ClusterEnvironment, detect, starts_rank_0
+from geartrain.launch.cluster import ClusterEnvironment, detect
 from geartrain.module.module import overridden
 from geartrain.options import Options
 from geartrain.plan import Plan, check_joins, make_plan
-from geartrain.planning.plugin_files import file_plugin, has_hookimpls, is_file
+from geartrain.planning.plugin_files import file_plugin, has_hookimpls
 from geartrain.planning.registry import Registry, make
 from geartrain.planning.selection import (
     select_accelerator,
@@ -107,7 +107,7 @@ class Setup:
         progress = progress_parts(registry, extra) if options.enable_progress_bar else []
         precision = select_precision(registry, choices.precision)
         output = None if choices.output is None else user_path(choices.output, "output")
-        is_first = starts_rank_0(cluster, nodes)
+        is_first = ClusterEnvironment.starts_rank_0(cluster, nodes)
         # Progress before the other plugins: it then gets events last, after they have logged.
         selected = (accelerator, strategy, *progress, *extra)
         parts = (*_core_parts(options, output, is_first), precision, *selected)
@@ -317,8 +317,8 @@ def plugin_parts(
     for plugin in given:
         if not isinstance(plugin, str):
             parts.append(registry.adopt("plugin", plugin, "given as an object"))
-        elif is_file(plugin):
-            name, found = file_plugin(plugin)
+        elif (of_file := file_plugin(plugin)) is not None:
+            name, found = of_file
             given_options = remaining.pop(name, {})
             if given_options and not isinstance(found, type):
                 message = f"{plugin} is a file of functions and takes no options"
@@ -347,7 +347,7 @@ def plugin_parts(
 
 
 def _of_file(plugin: str, options: Mapping[str, Any]) -> Any:
-    _, found = file_plugin(plugin)
+    found: Any = (file_plugin(plugin) or ("", None))[1]
     made = make(found, plugin, options) if isinstance(found, type) else found
     return made.as_plugin() if hasattr(made, "as_plugin") else made
 

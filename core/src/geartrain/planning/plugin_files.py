@@ -51,12 +51,7 @@ def load_file(path: Path, name: str | None = None) -> ModuleType:
     return module
 
 
-def is_file(name: str) -> bool:
-    """True if a plugin's name is a file: ``my_hooks.py`` or ``my_hooks.py:Class``."""
-    return name.partition(":")[0].endswith(".py")
-
-
-def file_plugin(spec: str) -> tuple[str, Any]:
+def file_plugin(spec: str) -> tuple[str, Any] | None:
     """Return the plugin in a file: its one plugin class, or the module if it has functions.
 
     A plugin class has hookimpls, or ``as_plugin``, as a callback has.
@@ -65,12 +60,15 @@ def file_plugin(spec: str) -> tuple[str, Any]:
         spec: ``file.py`` or ``file.py:Class``.
 
     Returns:
-        The name for its options (the file's stem, or the class), and the class or module.
+        The name for its options (the file's stem, or the class), and the class or module; ``None``
+        if ``spec`` names no file.
 
     Raises:
         UsageError: the file cannot be imported, or has no plugin or several.
     """
     file, _, wanted = spec.partition(":")
+    if not file.endswith(".py"):
+        return None
     module = load_file(Path(file).expanduser())
     classes = {
         name: cls

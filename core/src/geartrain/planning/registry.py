@@ -25,6 +25,7 @@ from geartrain.errors.known import KNOWN
 from geartrain.hooks.plugin_info import GROUPS, LoadedPlugin, PluginInfo
 from geartrain.hookspecs import CONTRACT, CONTRACT_CHANGES
 from geartrain.planning.hardware import isolated, reason_unusable
+from geartrain.planning.plugin_files import file_plugin, load_file
 
 
 @dataclass(slots=True, eq=False)
@@ -89,6 +90,8 @@ class Registry:
 
     #: Returns the entry points of a group, for plugins that have plugins.
     entry_points = staticmethod(entry_points)
+    #: Imports a Python file; and finds the plugin in one.
+    load_file, file_plugin = staticmethod(load_file), staticmethod(file_plugin)
 
     def __init__(self, block: Iterable[str] = ()) -> None:
         found, self.block = _installed(), tuple(block)

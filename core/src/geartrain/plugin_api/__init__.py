@@ -1,7 +1,7 @@
 """The names of core that plugins may import, besides those of ``geartrain``.
 
-Names that need torch are imported when they are first used. A name that is listed neither here nor
-in ``with_torch`` is internal and may change without notice.
+Names that need torch are imported when they are first used. A name that is not listed here is
+internal and may change without notice.
 """
 
 from __future__ import annotations
@@ -9,67 +9,47 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from geartrain.errors import describe as describe, nearest as nearest
-from geartrain.errors.hints import hint as hint, write_instead as write_instead
-from geartrain.errors.known import KNOWN as KNOWN
-from geartrain.files.atomic import (
-    AppendedFile as AppendedFile,
-    remove_abandoned as remove_abandoned,
-    replacing as replacing,
-)
-from geartrain.files.paths import user_path as user_path
-from geartrain.hooks.manager import Hooks as Hooks
-from geartrain.hooks.plugin_info import LoadedPlugin as LoadedPlugin, PluginInfo as PluginInfo
-from geartrain.hooks.spelling import (
-    OF_PLUGINS as OF_PLUGINS,
-    OVERRIDES as OVERRIDES,
-    STATE as STATE,
-    refuse_half_a_state as refuse_half_a_state,
-    refuse_misspelt as refuse_misspelt,
-)
-from geartrain.launch.cluster import (
-    STARTED_BY as STARTED_BY,
-    ClusterEnvironment as ClusterEnvironment,
-    check_processes as check_processes,
-    detect as detect,
-    read_numbers as read_numbers,
-    starts_rank_0 as starts_rank_0,
-)
-from geartrain.launch.rerun_command import (
-    START_DIRECTORY as START_DIRECTORY,
-    reason_not_rerunnable as reason_not_rerunnable,
-)
-from geartrain.loop.run import Stage as Stage
-from geartrain.module.hparams import (
-    HyperParameters as HyperParameters,
-    hyperparameters as hyperparameters,
-)
-from geartrain.options import Duration as Duration, seconds as seconds
-from geartrain.planning.plugin_files import (
-    file_plugin as file_plugin,
-    is_file as is_file,
-    load_file as load_file,
-)
-from geartrain.planning.rank_properties import RankProperties as RankProperties
-from geartrain.planning.registry import InstalledPlugin as InstalledPlugin, Registry as Registry
-from geartrain.planning.selection import select_accelerator as select_accelerator
+from geartrain.errors import nearest
+from geartrain.errors.hints import write_instead
+from geartrain.errors.known import KNOWN
+from geartrain.files.atomic import AppendedFile, remove_abandoned, replacing
+from geartrain.files.paths import user_path
+from geartrain.hooks.manager import Hooks
+from geartrain.hooks.plugin_info import LoadedPlugin, PluginInfo
+from geartrain.hooks.spelling import OVERRIDES, check_attributes, refuse_unrun
+from geartrain.launch.cluster import STARTED_BY, ClusterEnvironment, detect, read_numbers
+from geartrain.launch.rerun_command import START_DIRECTORY, reason_not_rerunnable
+from geartrain.module.hparams import hyperparameters
+from geartrain.options import seconds
+from geartrain.planning.rank_properties import RankProperties
+from geartrain.planning.registry import InstalledPlugin, Registry
+from geartrain.planning.selection import select_accelerator
 
 if TYPE_CHECKING:
     from geartrain.plugin_api.with_torch import *  # noqa: F403
 
+# fmt: off
+__all__ = [  # noqa: F405
+    "KNOWN", "OVERRIDES", "STARTED_BY", "START_DIRECTORY", "AppendedFile", "BatchSizer",
+    "ClusterEnvironment", "DataSource", "Hooks", "InstalledPlugin", "LoadedPlugin", "LocalMetric",
+    "MappedBatches", "MetricOptions", "PluginInfo", "RankCoordinator", "RankProperties", "Registry",
+    "Setup", "Shard", "Stage", "StepForwarder", "always_tear_down", "call_before_forks",
+    "check_attributes", "check_module", "close_batches", "detect", "drawing_from", "experiment",
+    "find_checkpoint_file", "hyperparameters", "init_process_group", "length", "libraries",
+    "load_optimizer", "map_nested", "map_tensors", "move", "nearest", "not_plain", "overridden",
+    "parameters_of", "progress", "raise_on_signals", "read_numbers", "reason_not_rerunnable",
+    "reductions", "refuse_unrun", "remove_abandoned", "replacing", "seconds", "select_accelerator",
+    "single_loaders", "user_path", "with_samplers", "write_instead",
+]
+# fmt: on
+
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__"):
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = import_module(f"{__name__}.with_torch")
-    if not hasattr(home, name):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value = getattr(home, name)
+    globals()[name] = value = getattr(import_module(f"{__name__}.with_torch"), name)
     return value
 
 
 def __dir__() -> list[str]:
-    with_torch = import_module(f"{__name__}.with_torch")
-    own = {"Any", "TYPE_CHECKING", "annotations", "import_module", "with_torch"}
-    names = {*globals(), *vars(with_torch)} - own
-    return sorted(name for name in names if not name.startswith("_"))
+    return sorted(__all__)

@@ -13,21 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 from geartrain import Run, UsageError, World, hookimpl
 from geartrain.plugin_api import (
-    OF_PLUGINS,
-    STATE,
-    Events,
+    Hooks,
     PluginInfo,
-    hint,
+    check_attributes,
     nearest,
-    refuse_half_a_state,
-    refuse_misspelt,
     refuse_unrun,
+    write_instead,
 )
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from geartrain import Module, Trainer
+
+_STATE = ("state_dict", "load_state_dict")
 
 #: Lightning's packages.
 _LIGHTNING = ("lightning", "pytorch_lightning")
@@ -304,7 +303,7 @@ class _Caller:
         self._call(run, "setup", run.command)
         methods = {n: _as_module_hook(run, n, method) for n, method in self._methods.items()}
         info = PluginInfo(type(self._called).__name__, "plugin", None, None, "callbacks=")
-        run.hooks.add(Events(methods), info)
+        run.hooks.add_methods(methods, info)
 
     @hookimpl(specname="on_exception")
     def _inform_callback(self, run: Run, error: BaseException) -> None:
@@ -340,7 +339,7 @@ class Adapter(_Caller):
         self.callback = callback
         name = type(callback).__name__
         for method in dir(callback):
-            if method in OF_PLUGINS or _is_hookimpl(callback, method):
+            if method in Hooks.plugin_attributes or _is_hookimpl(callback, method):
                 raise UsageError(
                     f"callback {name}.{method} is for a plugin, and would be ignored here. "
                     "Fix: pass plugins=[...] instead of a Callback"
@@ -351,7 +350,7 @@ class Adapter(_Caller):
                 f"callback {name} overrides no method of geartrain.callbacks.Callback, "
                 "so it would do nothing"
             )
-        if all(_overrides(callback, _base_of(callback), method) for method in STATE):
+        if all(_overrides(callback, _base_of(callback), method) for method in _STATE):
             self.state_dict = callback.state_dict
             self.load_state_dict = callback.load_state_dict
             self.same_on_all_ranks = getattr(callback, "same_on_all_ranks", False)
@@ -376,7 +375,8 @@ def adapt(callback: Any) -> Adapter | None:
         return None
     if cls.__module__.partition(".")[0] in _LIGHTNING:
         message = f"callbacks={cls.__name__}(...): it is Lightning's own"
-        instead = hint("geartrain.callbacks", cls.__name__) or f"geartrain.callbacks.{cls.__name__}"
+        instead = write_instead("geartrain.callbacks", cls.__name__).removeprefix(". Write: ")
+        instead = instead or f"geartrain.callbacks.{cls.__name__}"
         raise UsageError(f"{message}. Fix: use {instead}")
     return Adapter(callback)
 
@@ -420,8 +420,7 @@ def _check(callback: Any) -> None:
         UsageError: there is one.
     """
     label, base = f"callback {type(callback).__name__}", _base_of(callback)
-    refuse_misspelt(callback, label, {*CALLED, *STATE}, ["same_on_all_ranks"], base)
-    refuse_half_a_state(callback, label)
+    check_attributes(callback, label, {*CALLED, *_STATE}, ["same_on_all_ranks"], base)
     classes = type(callback).__mro__
     for method in object.__dir__(callback):
         if not method.startswith("on_") or not _overrides(callback, base, method):

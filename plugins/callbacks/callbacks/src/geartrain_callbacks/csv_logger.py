@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from geartrain import Plan, Run, TrainingError, UsageError, hookimpl
-from geartrain.plugin_api import AppendedFile, detect, replacing, starts_rank_0, user_path
+from geartrain.plugin_api import AppendedFile, ClusterEnvironment, detect, replacing, user_path
 
 #: The first columns of every table; a metric with one of these names is called ``metric_NAME``.
 COLUMNS = ("step", "epoch", "stage")
@@ -54,7 +54,7 @@ class CSVLogger:
             )
         # Check only before the first run of this object, because later runs append to the file,
         # and only on rank 0, because a rank that starts later finds rank 0's table.
-        first = starts_rank_0(detect(), plan.num_nodes)
+        first = ClusterEnvironment.starts_rank_0(detect(), plan.num_nodes)
         if first and not self._began and not plan.resumes and path.exists():
             raise UsageError(
                 f"geartrain-callbacks[csv]: {str(path)!r} exists, and nothing is overwritten. "

@@ -14,9 +14,7 @@ from uuid import uuid4
 
 from geartrain import Plan, Run, TrainingError, UsageError, hookimpl
 from geartrain.plugin_api import (
-    checkpoint_state,
     remove_abandoned,
-    save_checkpoint_file,
     user_path,
 )
 from geartrain_callbacks.callback import PluginCallback
@@ -422,11 +420,11 @@ class ModelCheckpoint(PluginCallback):
         try:
             if turn.last and run.world.rank == 0 and Path(self.last_model_path).is_symlink():
                 Path(self.last_model_path).unlink()  # a writer may write through the link
-            state = checkpoint_state(run, epochs) if names else {}
+            state = run.checkpoint(epochs) if names else {}
             for name in names:
                 links = self.save_last == "link" and name == turn.last and turn.name != ""
                 if not links or not self._link(run, name, turn.name):
-                    save_checkpoint_file(run, state, Path(self._path(name)))
+                    run.save_checkpoint(state, Path(self._path(name)))
         except BaseException:
             self.load_state_dict(before)
             raise

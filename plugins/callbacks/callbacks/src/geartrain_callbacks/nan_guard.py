@@ -9,7 +9,6 @@ import torch
 from torch.optim import Optimizer
 
 from geartrain import Plan, Run, TrainingError, UsageError, hookimpl
-from geartrain.plugin_api import about_to_step
 from geartrain_callbacks.callback import PluginCallback
 from geartrain_callbacks.norms import norms_of
 
@@ -97,7 +96,9 @@ class NaNGuard(PluginCallback):
     @hookimpl(wrapper=True)
     def clip_gradients(self, run: Run) -> Generator[None, Any, Any]:
         if self.check == "gradients":
-            found = [(name, p.grad) for name, p in about_to_step(run).items() if p.grad is not None]
+            found = [
+                (name, p.grad) for name, p in run.parameters_of_step().items() if p.grad is not None
+            ]
             if found:
                 # The largest element: a sum of squares of finite elements may overflow.
                 norms = norms_of([grad for _, grad in found], float("inf"))

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from geartrain import Run, UsageError, hookimpl
-from geartrain.plugin_api import about_to_step
 from geartrain_callbacks.callback import PluginCallback
 
 
@@ -57,7 +56,7 @@ class Norms(PluginCallback):
         return (yield)
 
     def _measure(self, run: Run) -> None:
-        trained = {name: p for name, p in about_to_step(run).items() if p.requires_grad}
+        trained = {name: p for name, p in run.parameters_of_step().items() if p.requires_grad}
         if self.gradients:
             self._log(
                 run,

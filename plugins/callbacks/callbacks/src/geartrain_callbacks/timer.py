@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Literal
 
 from geartrain import Run, UsageError, hookimpl
-from geartrain.plugin_api import Duration, seconds
+from geartrain.plugin_api import seconds
 from geartrain_callbacks.callback import PluginCallback
 from geartrain_callbacks.stopping import ends, say, stop_together
 
@@ -32,7 +33,11 @@ class Timer(PluginCallback):
     #: A checkpoint holds rank 0's state.
     same_on_all_ranks = True
 
-    def __init__(self, duration: Duration, interval: Literal["step", "epoch"] = "step") -> None:
+    def __init__(
+        self,
+        duration: str | float | timedelta | Mapping[str, float],
+        interval: Literal["step", "epoch"] = "step",
+    ) -> None:
         if interval not in ("step", "epoch"):
             raise UsageError(f"timer: interval={interval!r}. Fix: 'step' or 'epoch'")
         #: The limit in seconds.

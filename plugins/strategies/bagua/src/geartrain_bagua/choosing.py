@@ -15,7 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from importlib_metadata import EntryPoint
 
 from geartrain import UsageError
-from geartrain.plugin_api import Registry, nearest, refuse_misspelt
+from geartrain.plugin_api import Registry, check_attributes, nearest
 from geartrain_bagua.algorithm import Algorithm
 
 #: The entry-point group of algorithms, of any distribution.
@@ -60,12 +60,12 @@ def make_algorithm(given: Any, options: Mapping[str, Any]) -> tuple[str, Algorit
                 f"{', '.join(options)}. Fix: pass them to {type(given).__name__}(...)"
             )
         label = f"algorithm {type(given).__name__}"
-        refuse_misspelt(given, label, _METHODS, ["capabilities"], Algorithm)
+        check_attributes(given, label, _METHODS, ["capabilities"], Algorithm)
         return _name(type(given)), given
     cls = algorithm_class(given)
     name = _find(given).name if isinstance(given, str) else _name(cls)
     _check_options(cls, name, options)
-    refuse_misspelt(cls, f"algorithm {cls.__name__}", _METHODS, ["capabilities"], Algorithm)
+    check_attributes(cls, f"algorithm {cls.__name__}", _METHODS, ["capabilities"], Algorithm)
     return name, cls(**options)
 
 

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from geartrain import Run, TrainingError
-from geartrain.plugin_api import checkpoint_state
 from geartrain_horovod.collectives import Collectives
 
 
@@ -124,7 +123,7 @@ class Elastic:
             self._commit(run, collectives)
 
     def _commit(self, run: Run, collectives: Collectives) -> None:
-        state = checkpoint_state(run, run.epoch)
+        state = run.checkpoint(run.epoch)
         if run.world.size > 1:  # only rank 0 has every rank's state, and rank 0 may leave
             state["fit"]["ranks"] = collectives.broadcast(state["fit"]["ranks"], 0)
         file = io.BytesIO()

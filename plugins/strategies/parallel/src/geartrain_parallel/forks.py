@@ -80,7 +80,7 @@ def not_inherited(*descriptors: int) -> Iterator[None]:
 
 
 def adopt_temporary_folder() -> None:
-    """Use the starter's folder ``pymp-*`` in this rank; see ``share_temporary_folder`` of core."""
+    """Use the starter's folder ``pymp-*`` in this rank; see ``Stage.of``."""
     if os.environ.get(STARTED_BY) == str(os.getpid()) and (folder := os.environ.get(TEMPORARY)):
         process.current_process()._config.setdefault("tempdir", folder)  # type: ignore[attr-defined]
 

@@ -16,7 +16,7 @@ import torch
 # destroy_process_group() may abort the interpreter at its end.
 import torch.distributed.nn.functional
 
-from geartrain.plugin_api import STARTED_BY, ClusterEnvironment, check_processes, detect
+from geartrain.plugin_api import STARTED_BY, ClusterEnvironment, detect
 from geartrain_parallel import nodes, rendezvous, sockets
 from geartrain_parallel.forks import adopt_temporary_folder, guard_forks
 from geartrain_parallel.reports import begin, disconnect_if_failed, leave, report
@@ -57,7 +57,7 @@ def launch(
             before, place = dict(os.environ), start(run, timeout)
             if place.size == 1:  # programs that start later must not be ranks of this run
                 around.callback(_put_back, before, (*variables(place), "GLOO_SOCKET_IFNAME"))
-        check_processes(run.plan, place)
+        place.check(run.plan)
         _runs += 1
         # Each init_process_group() wraps excepthook again, and adds another [rank0] to each line.
         if getattr(sys.excepthook, "__name__", "") == "_distributed_excepthook":

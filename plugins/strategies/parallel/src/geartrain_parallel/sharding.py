@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from geartrain.plugin_api import Shard, drawing_from, length, samplers, with_samplers
+from geartrain.plugin_api import Shard, Stage, drawing_from, length, with_samplers
 
 if TYPE_CHECKING:
     from geartrain import Run
@@ -108,7 +108,7 @@ def shard(run: Run, loader: Iterable[Any], stage: str) -> Iterable[Any]:
         )
         return loader
     batches = loader.batch_sampler
-    if any(isinstance(sampler, DistributedSampler) for sampler in samplers(loader)):
+    if any(isinstance(sampler, DistributedSampler) for sampler in Stage([loader]).samplers()):
         return loader
     even, seed = stage == "train", agree_on_seed(run)
     if batches is None:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from geartrain.plugin_api import LoadedPlugin, MetricStore, map_tensors, read_optimizers
+from geartrain.plugin_api import LoadedPlugin, map_tensors
 
 if TYPE_CHECKING:
     from geartrain import Module, Run
@@ -121,7 +121,8 @@ def apply_result(run: Run, brought: RankResult) -> Any:
     for name, value in brought.fields.items():
         home, _, field = name.rpartition(".")
         setattr(attrgetter(home)(run) if home else run, field, value)
-    run.device, run.logs = torch.device("cpu"), MetricStore(run)
+    run.device = torch.device("cpu")
+    run.reset_logs()
     for name, value in brought.logs.items():
         setattr(run.logs, name, value)
     _update_module(run.module, brought)
@@ -166,7 +167,7 @@ def _make_optimizers(run: Run, brought: RankResult) -> None:
     module = run.module
     module._attach(run)
     try:
-        run.optimizers, run.schedulers = read_optimizers(module.configure_optimizers())
+        run.optimizers = run.make_optimizers()
         for optimizer, state in zip(run.optimizers, brought.optimizers, strict=True):
             optimizer.load_state_dict(_copy(state))
         for schedule, state in zip(run.schedulers, brought.schedulers, strict=True):

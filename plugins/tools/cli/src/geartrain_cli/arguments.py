@@ -22,8 +22,6 @@ from geartrain import Trainer, UsageError
 from geartrain.plugin_api import (
     KNOWN,
     Registry,
-    file_plugin,
-    is_file,
     nearest,
     user_path,
     write_instead,
@@ -410,8 +408,8 @@ def _add_chosen(parser: ArgumentParser, names: Names, registry: Registry) -> dic
                     )
     groups: dict[str, str] = {}
     for plugin in names.repeated["plugins"]:
-        if is_file(plugin):
-            name, found = file_plugin(plugin)
+        if (of_file := Registry.file_plugin(plugin)) is not None:
+            name, found = of_file
         else:
             name, found = plugin, registry.load(registry.find("plugin", plugin))
         key = name.replace("-", "_")
@@ -510,7 +508,7 @@ def _unknown_option(name: str, parser: ArgumentParser, names: Names) -> str:
         kind = group.removesuffix("_options")
         chosen = names.chosen.get(kind, "auto")
         if any(
-            is_file(plugin) and file_plugin(plugin)[0] == group
+            (of_file := Registry.file_plugin(plugin)) is not None and of_file[0] == group
             for plugin in names.repeated["plugins"]
         ):
             return (

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from geartrain import DataModule, Module, UsageError
-from geartrain.plugin_api import describe, load_file, nearest
+from geartrain.plugin_api import Registry, nearest
 
 Target = tuple[type[Module], type[DataModule] | None]
 
@@ -25,7 +25,7 @@ def find_target(target: str) -> Target:
     """
     place, _, wanted = target.partition(":")
     if place.endswith(".py"):
-        module = load_file(Path(place).expanduser())
+        module = Registry.load_file(Path(place).expanduser())
     elif "/" in place or Path(place).is_dir():
         raise UsageError(
             f"TARGET {target!r} is not a Python file. "
@@ -65,9 +65,10 @@ def _import(name: str) -> ModuleType:
         if isinstance(error, KeyboardInterrupt):
             raise
         hint = f" (a file? {name}.py)" if Path(f"{name}.py").is_file() else ""
-        raise UsageError(
-            f"TARGET {name!r} could not be imported: {describe(error)}{hint}"
-        ) from error
+        reason, cause = f"{type(error).__name__}: {error}", error.__cause__
+        while cause is not None:
+            reason, cause = f"{reason}, because of {type(cause).__name__}: {cause}", cause.__cause__
+        raise UsageError(f"TARGET {name!r} could not be imported: {reason}{hint}") from error
 
 
 def _own_classes(module: ModuleType, base: type) -> dict[str, type]:

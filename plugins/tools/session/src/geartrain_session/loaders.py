@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from geartrain import TrainingError
-from geartrain.plugin_api import close_batches, is_empty_shard, set_epoch
+from geartrain.plugin_api import close_batches
 
 if TYPE_CHECKING:
     from geartrain import Run
@@ -38,9 +38,9 @@ class SessionLoader:
     def __iter__(self) -> Iterator[Any]:
         run, loader = self._run, self._loader
         self._session_run.begin()
-        set_epoch(loader, self._passes)
+        run.current_stage.set_epoch(self._passes)
         self._passes += 1
-        if is_empty_shard(loader):  # its only sample belongs to another rank
+        if self._is_empty:  # its only sample belongs to another rank
             return
         batches = (
             run.hooks.device_batches(run=run, loader=loader, stage=run.stage)
@@ -56,6 +56,10 @@ class SessionLoader:
         finally:
             close_batches(batches, loader)
 
+    @property
+    def _is_empty(self) -> bool:
+        return self._run.current_stage.batches == [0]
+
     def _uneven(self, shortest: int) -> TrainingError:
         ranks = [rank for rank, count in enumerate(self._counts) if count == shortest]
         return TrainingError(
@@ -66,7 +70,7 @@ class SessionLoader:
         )
 
     def __len__(self) -> int:
-        return 0 if is_empty_shard(self._loader) else len(self._loader)  # type: ignore[arg-type]
+        return 0 if self._is_empty else len(self._loader)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
         if name == "_loader":  # a copy has no attributes yet

@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from geartrain import TrainingError, UsageError
-from geartrain.plugin_api import mean_over_ranks
 
 if TYPE_CHECKING:
     from geartrain import Run
@@ -127,7 +126,7 @@ class Stepper:
             loss = closure()
             self._gradients()
             self._reduced = None
-            losses.append(mean_over_ranks(run, loss))
+            losses.append(run.mean_over_ranks(loss))
             return losses[-1]
 
         self.stepped = (

@@ -20,7 +20,6 @@ from geartrain.plugin_api import (
     RankProperties,
     Setup,
     parameters_of,
-    save_checkpoint_file,
     user_path,
     write_instead,
 )
@@ -493,9 +492,8 @@ class Session(RankProperties):
         Raises:
             UsageError: ``state`` has another object, which :meth:`load` could not read.
         """
-        save_checkpoint_file(
-            self._launched("save").run, states.collect(state), user_path(path, "path")
-        )
+        run = self._launched("save").run
+        run.save_checkpoint(states.collect(state), user_path(path, "path"))
 
     def load(
         self, path: str | Path, state: dict[str, Any] | None = None, strict: bool = True

@@ -13,16 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from geartrain import Module, Run, UsageError, seed_everything
-from geartrain.plugin_api import (
-    STEPS,
-    Stage,
-    check_name,
-    count_batches,
-    is_empty_shard,
-    needs_closure,
-    scalar,
-    share_temporary_folder,
-)
+from geartrain.plugin_api import Stage
 from geartrain_session.collectives import mean_of_metrics
 from geartrain_session.loaders import SessionLoader
 from geartrain_session.models import (
@@ -37,6 +28,9 @@ from geartrain_session.optimizers import Stepper, check_optimizer, owns, session
 
 if TYPE_CHECKING:
     from geartrain_session.session import Session
+
+#: The methods of a module that a loop may call with batches.
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class SessionRun:
@@ -121,7 +115,7 @@ class SessionRun:
         model_run.model = model_run.hooks.wrap_model(run=model_run, model=model_run.loop.unwrapped)
         methods = [
             name
-            for name in STEPS
+            for name in _STEPS
             if isinstance(module, Module) and callable(getattr(module, name, None))
         ]
         model = SessionModel(self, model_run, module, methods)
@@ -159,8 +153,7 @@ class SessionRun:
             raise UsageError(f"{message} is not iterated. Fix: set up each of its loaders")
         part = partial(_part_of_this_rank, run, stage)
         sharded = (each_loader(part) if each_loader else part(loader)) if shard else loader
-        share_temporary_folder([sharded])
-        run.stages = {stage: Stage([sharded], [count_batches(sharded, None, stage)])}
+        run.stages = {stage: Stage.of([sharded], stage)}
         self.run.stages[stage].loaders.append(sharded)  # the loader's workers end with the session
         # A strategy that shards a loader talks to all ranks then; others may be set up on one rank.
         counts = _unequal_counts(run, stage) if stage != "train" and sharded is not loader else []
@@ -169,8 +162,7 @@ class SessionRun:
     def _optimizer(self, model: SessionModel, optimizer: Optimizer) -> Any:
         run = self._run_of(model._run, model.module)
         run.loop.step_functions = model._run.loop.step_functions
-        run.loop.needs_closure = needs_closure([optimizer])
-        run.optimizers = [run.hooks.wrap_optimizer(run=run, optimizer=optimizer)]
+        run.wrap_optimizers([optimizer])
         self._runs.append(run)
         return session_optimizer(run.optimizers[0], Stepper(self, run, model))
 
@@ -209,11 +201,7 @@ class SessionRun:
         """Send numbers to the loggers; see :meth:`Session.log_dict`."""
         self.begin()
         run = self.run
-        for name in metrics:
-            check_name(name)
-        values: Mapping[str, float] = {
-            name: float(scalar(name, value)) for name, value in metrics.items()
-        }
+        values: Mapping[str, float] = run.logs.numbers(metrics)
         if sync_dist:
             values = mean_of_metrics(run, values)
         run.loop.reported.update(values)
@@ -224,9 +212,7 @@ class SessionRun:
 
 def _unequal_counts(run: Run, stage: str) -> list[int]:
     """Return each rank's number of batches of a sharded loader, if they are known and differ."""
-    (loader,), (count,) = run.stages[stage].loaders, run.stages[stage].batches
-    if is_empty_shard(loader):
-        count = 0
+    (count,) = run.stages[stage].batches
     local = torch.tensor([-1 if count is None else count], dtype=torch.float64)
     counts = [int(n) for n in run.hooks.log_sync(run=run, values=local)[:, 0]]
     return counts if min(counts) >= 0 and len(set(counts)) > 1 else []

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from geartrain import Run, UsageError, seed_everything
-from geartrain.plugin_api import MetricStore, always_tear_down, init_process_group
+from geartrain.plugin_api import always_tear_down, init_process_group
 from geartrain_session.session_run import SessionRun
 
 
@@ -23,7 +23,8 @@ def process_context(run: Run, local_rank: int) -> Iterator[None]:
         session_run = SessionRun(run)
         undo.append(session_run.release_models)
         # The batch is empty: metrics that plugins log belong to steps.
-        run.logs, run.batch = MetricStore(run), ()
+        run.reset_logs()
+        run.batch = ()
         run.coordinator.check(run)
         run.hooks.freeze()
         session.attach_run(session_run)

@@ -14,7 +14,7 @@ from torch import nn
 
 from geartrain import Layout, Plan, PlanRequest, Run, UsageError, World, hookimpl
 from geartrain.parallel import SeveralRanks, refuse_unequal, shard
-from geartrain.plugin_api import ClusterEnvironment, about_to_step
+from geartrain.plugin_api import ClusterEnvironment
 from geartrain_testing.turns import Turns
 
 
@@ -122,7 +122,7 @@ class ThreadRanks:
     @hookimpl
     def reduce_gradients(self, run: Run) -> None:
         parameters = [
-            parameter for parameter in about_to_step(run).values() if parameter.requires_grad
+            parameter for parameter in run.parameters_of_step().values() if parameter.requires_grad
         ]
         states = [
             None if parameter.grad is None else parameter.grad.detach().clone()

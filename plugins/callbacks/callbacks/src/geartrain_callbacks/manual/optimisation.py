@@ -23,9 +23,6 @@ from torch.optim import Optimizer
 from geartrain import Module, Plan, Run, TrainingError, UsageError, hookimpl
 from geartrain.plugin_api import (
     LoadedPlugin,
-    backward,
-    end_of_epoch,
-    mean_over_ranks,
     parameters_of,
 )
 from geartrain_callbacks.manual.clipping import check_clip, clip
@@ -116,7 +113,7 @@ class ManualOptimisation:
         hooks, (run.batch,) = run.hooks, micro_batches  # check_plan refuses accumulation
         place = {"run": run, "batch": run.batch, "batch_idx": run.batch_idx}
         if -1 in hooks.on_train_batch_start(**place):
-            raise end_of_epoch(run)
+            raise run.end_of_epoch()
         with hooks.micro_step(run=run, first=True, last=True):
             run.loop.step_output = hooks.forward(
                 run=run, method="training_step", args=(run.batch, run.batch_idx)
@@ -186,7 +183,7 @@ class ManualOptimisation:
         self.options = options
         try:
             with self._without_autocast():
-                backward(run, loss)
+                run.backward(loss)
         finally:
             self.options = {}
             torch.clear_autocast_cache()  # its 16-bit weights belong to the freed graph
@@ -236,7 +233,7 @@ class ManualOptimisation:
             with again:
                 loss = closure()
             ready()
-            losses.append(mean_over_ranks(run, loss))
+            losses.append(run.mean_over_ranks(loss))
             return losses[-1]
 
         with self._without_autocast():

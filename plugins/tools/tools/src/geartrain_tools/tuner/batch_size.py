@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from geartrain import Run, UsageError, hookimpl
-from geartrain.plugin_api import BatchSizer, length, loader_batch_size
+from geartrain.plugin_api import BatchSizer, length
 
 #: Out-of-memory messages of other error classes: the CPU's allocator (Linux, Windows), C++, CUDA's
 #: libraries, Metal.
@@ -114,7 +114,7 @@ class StepTimer:
     def on_run_start(self, run: Run) -> None:
         loader = run.stages["train"].loaders[0]
         self._sizer = BatchSizer(loader)
-        self._compare(loader_batch_size(loader))
+        self._compare(self._sizer.loader_batch_size)
         for thing in (getattr(loader, "sampler", None), getattr(loader, "dataset", None)):
             if (samples := length(thing)) is not None:
                 self.samples = samples

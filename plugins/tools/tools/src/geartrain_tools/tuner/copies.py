@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from geartrain import DataModule, Module, UsageError
-from geartrain.plugin_api import HyperParameters, generators
+from geartrain.plugin_api import Stage
 
 #: DataModule attributes that a finder may change. The copy shares the rest, which may be large.
-_COPIED = (HyperParameters, torch.Generator, random.Random)
+_COPIED = (type(DataModule().hparams), torch.Generator, random.Random)
 
 
 def copies(model: Module, datamodule: DataModule | None) -> tuple[Module, DataModule | None]:
@@ -29,13 +29,8 @@ def copies(model: Module, datamodule: DataModule | None) -> tuple[Module, DataMo
     """
     data = copy.copy(datamodule)
     if data is not None:
-        vars(data).update(
-            {
-                name: copy.deepcopy(value)
-                for name, value in vars(data).items()
-                if isinstance(value, _COPIED)
-            }
-        )
+        attributes = vars(data).items()
+        vars(data).update({n: copy.deepcopy(v) for n, v in attributes if isinstance(v, _COPIED)})
     try:
         copied = copy.deepcopy(model, {id(datamodule): data} if data is not None else {})
     except Exception as error:
@@ -78,9 +73,8 @@ def _refers_to(function: FunctionType, model: Module) -> bool:
 @contextmanager
 def same_randomness(*loaders: Any) -> Iterator[None]:
     """Restore the global generators of Python, NumPy and torch (all devices), and the loaders'."""
-    found = [
-        (generator, generator.get_state()) for loader in loaders for generator in generators(loader)
-    ]
+    stage = Stage(list(loaders))
+    found = [(generator, generator.get_state()) for generator in stage.generators()]
     numpy = sys.modules.get("numpy")
     states = random.getstate(), numpy.random.get_state() if numpy else None, torch.get_rng_state()
     # Reading the state would initialise CUDA, in a process that may fork.

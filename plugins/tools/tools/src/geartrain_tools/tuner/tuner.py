@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from geartrain import DataModule, Module, Trainer, TrainingError, UsageError
-from geartrain.plugin_api import DataSource, check_data, check_module, overridden
+from geartrain.plugin_api import DataSource, check_module, overridden
 from geartrain_tools.tuner.batch_size import (
     StepTimer,
     Trial,
@@ -206,14 +206,12 @@ class Tuner:
             loaders, datamodule = None, loaders
         if isinstance(loaders, DataModule):
             raise UsageError("two DataModules are given. Fix: give one")
-        if datamodule is not None:
-            check_data(datamodule)
         if not isinstance(model, Module) and isinstance(model, torch.nn.Module):
             raise UsageError(
                 f"{type(model).__name__} is a plain nn.Module. "
                 "Fix: pass a geartrain.Module whose learning rate and batch size can be set"
             )
-        check_module(model, "fit")
+        check_module(model, "fit", datamodule)
         check(self._trainer, loaders)
         return loaders, datamodule
 

@@ -98,8 +98,8 @@ def _of_stage(event: str, methods: Mapping[str, Callable[..., Any]]) -> Callable
     return batch_end if event == "on_validation_batch_end" else call
 
 
-def events_of(run: Run) -> Events:
-    """Return the events that the methods of the run's module implement."""
+def methods_of(run: Run) -> dict[str, Callable[..., Any]]:
+    """Return the methods of the run's module that implement events, by name."""
     module, forwarder = run.module, run.loop.unwrapped
     methods = {name: getattr(module, name) for name in METHODS if overridden(module, name)}
     if "train" in forwarder.epoch_ends:
@@ -111,4 +111,4 @@ def events_of(run: Run) -> Events:
                 then(outputs, *values)
 
         methods["on_train_batch_end"] = keep
-    return Events(methods)
+    return methods

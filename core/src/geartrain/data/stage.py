@@ -1,0 +1,151 @@
+"""The loaders of one stage of a run: their lengths, samplers, and this rank's part of each."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from geartrain.data.loaders import count_batches, length, share_temporary_folder, single_loaders
+
+
+class Shard(Sampler[Any]):
+    """One rank's items of another sampler; geartrain-parallel's subclasses select them.
+
+    Args:
+        sampler: gives the same items in the same order on every rank.
+        rank: this rank, from 0.
+        size: the number of ranks.
+        even: True if each rank gets equally many items (training). Otherwise no item comes twice
+            (evaluation), and ranks differ by one at most.
+        seed: of the order; the same on every rank.
+    """
+
+    def __init__(self, sampler: Any, rank: int, size: int, even: bool, seed: int) -> None:
+        self.sampler, self.rank, self.size = sampler, rank, size
+        self.even, self.seed, self.epoch = even, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, and so the order, which is the same on every rank."""
+        self.epoch = epoch
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+    @staticmethod
+    def in_turn(loader: Any) -> Shard | None:
+        """Return the Shard that gives ranks whole evaluation batches in turn, if there is one."""
+        batches = getattr(loader, "batch_sampler", None)
+        shard = getattr(loader, "sampler", None) if batches is None else batches
+        return shard if isinstance(shard, Shard) and not shard.even else None
+
+    @property
+    def empty(self) -> bool:
+        """True if this rank has no item and another rank has one."""
+        total = length(self.sampler)
+        return total is not None and 0 < total <= self.rank
+
+
+@dataclass(slots=True)
+class Stage:
+    """The loaders of one stage, and for each the number of batches that are used."""
+
+    #: After ``shard_dataloader``.
+    loaders: list[Iterable[Any]] = field(default_factory=list)
+    #: Batches of one pass on this rank, after limits; ``None`` if a loader has no length.
+    batches: list[int | None] = field(default_factory=list)
+    #: The most batches that any rank has: in evaluation every rank calls the step so often.
+    max_batches: list[int | None] = field(default_factory=list)
+    #: True if a rank's loader has no length: ranks must agree at each batch whether another
+    #: follows.
+    lengths_unknown: bool = False
+
+    @classmethod
+    def of(cls, loaders: list[Iterable[Any]], name: str, limit: int | float | None = None) -> Stage:
+        """Return the stage of loaders that are this rank's, with the batches of each to use.
+
+        Args:
+            loaders: after ``shard_dataloader``.
+            name: as in :attr:`geartrain.Run.stage`.
+            limit: the largest number of batches, or a fraction of them; ``None`` for all. To
+                predict, it is for all ranks together.
+
+        Raises:
+            TrainingError: a loader is empty.
+            UsageError: a fraction of a loader that has no length.
+        """
+        share_temporary_folder(loaders)
+        counts = [_batches(loader, limit, name) for loader in loaders]
+        return cls(loaders, counts, counts)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Loaders stay in their process.
+        return Stage, ([], self.batches, self.max_batches, self.lengths_unknown)
+
+    def samplers(self) -> list[Any]:
+        """Return the loaders' samplers, their batch samplers and the samplers in those."""
+        return list(chain.from_iterable(map(_samplers, self.loaders)))
+
+    def generators(self) -> Iterator[torch.Generator]:
+        """Yield the generators from which the loaders draw their order."""
+        for loader in self.loaders:
+            for thing in (*single_loaders(loader), *_samplers(loader)):
+                if isinstance(generator := getattr(thing, "generator", None), torch.Generator):
+                    yield generator
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the samplers, and so the order."""
+        for sampler in self.samplers():
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+
+    def seeds(self) -> list[list[int]]:
+        """Return the seeds of the order of each loader that is sharded."""
+        return [[shard.seed for shard in _shards(loader)] for loader in self.loaders]
+
+    def set_seeds(self, seeds: list[list[int]]) -> None:
+        """Give sharded loaders the order of others; change none that is or was not sharded."""
+        for loader, numbers in zip(self.loaders, seeds, strict=False):
+            for shard, number in zip(_shards(loader), numbers, strict=False):
+                shard.seed = number
+
+
+def _samplers(loader: Any) -> list[Any]:
+    """Return a loader's sampler, its batch sampler and the sampler in that, each once."""
+    found: list[Any] = []
+    for single_loader in single_loaders(loader):
+        batches = getattr(single_loader, "batch_sampler", None)
+        found += (
+            getattr(single_loader, "sampler", None),
+            batches,
+            getattr(batches, "sampler", None),
+        )
+    return list({id(sampler): sampler for sampler in found if sampler is not None}.values())
+
+
+def _shards(loader: Any) -> list[Shard]:
+    return [sampler for sampler in _samplers(loader) if isinstance(sampler, Shard)]
+
+
+def _batches(loader: Any, limit: int | float | None, stage: str) -> int | None:
+    """Return the batches of this rank's loader that are used."""
+    in_turn = Shard.in_turn(loader) if stage == "predict" else None
+    if in_turn is not None:
+        total = count_batches(loader, limit, stage, length(in_turn.sampler))
+        return None if total is None else len(range(in_turn.rank, total, in_turn.size))
+    # A rank whose part of an evaluation is empty repeats a sample of another.
+    is_empty = any(not shard.even and shard.empty for shard in _shards(loader))
+    return 0 if is_empty else count_batches(loader, limit, stage)
+
+
+def with_samplers(loader: DataLoader[Any], sampler: Any, batch_sampler: Any) -> DataLoader[Any]:
+    """Return a copy of a loader with other samplers; a copy keeps a subclass's attributes."""
+    same = copy.copy(loader)
+    # DataLoader.__setattr__ refuses both, because running workers would not see the change. The
+    # copy has no workers yet.
+    same.__dict__ |= {"sampler": sampler, "batch_sampler": batch_sampler, "_iterator": None}
+    return same
