@@ -175,9 +175,11 @@ def dists(tmp_path, monkeypatch):
 
         monkeypatch.setattr(module, "entry_points", only_ours)
     monkeypatch.delenv("GEARTRAIN_BLOCK", raising=False)
-    monkeypatch.setattr(geartrain.planning.selection, "visible_devices", dict)
+    monkeypatch.setattr(geartrain.planning.registry, "visible_devices", dict)
     # Ranks may be started as if pytest's command could be run again.
-    monkeypatch.setattr(geartrain.planning.selection, "reason_not_rerunnable", lambda: None)
+    monkeypatch.setattr(
+        "geartrain.launch.rerun_command.StartCommand.reason_not_rerunnable", lambda command: None
+    )
     before = set(sys.modules)
     yield made
     for name in set(sys.modules) - before:

@@ -362,7 +362,7 @@ SEEN = {"cuda": "2 NVIDIA GPUs", "mps": "an Apple GPU"}
 
 def test_auto_names_the_plugin_that_this_machine_lacks(dists, monkeypatch):
     monkeypatch.setattr(
-        "geartrain.planning.selection.visible_devices", lambda: {"cuda": SEEN["cuda"]}
+        "geartrain.planning.registry.visible_devices", lambda: {"cuda": SEEN["cuda"]}
     )
     label, fix = "geartrain-cuda[cuda]", "Fix: pip install geartrain-cuda"
     expected = f"not installed, though this machine has {SEEN['cuda']}. {fix}"
@@ -378,7 +378,7 @@ def test_auto_names_the_plugin_that_this_machine_lacks(dists, monkeypatch):
 
 
 def test_gpu_with_one_of_two_installed(dists, monkeypatch):
-    monkeypatch.setattr("geartrain.planning.selection.visible_devices", lambda: SEEN)
+    monkeypatch.setattr("geartrain.planning.registry.visible_devices", lambda: SEEN)
     dists.accelerator("mps", priority=20, unavailable="macOS 13.1 is too old")
     error = refused(
         "geartrain-mps[mps] is unavailable: macOS 13.1 is too old",
@@ -447,7 +447,8 @@ def test_several_devices_or_nodes_take_ddp_and_import_no_other(dists, options):
 
 def test_auto_takes_ddp_spawn_if_the_command_cannot_be_run_again(dists, monkeypatch):
     monkeypatch.setattr(
-        "geartrain.planning.selection.reason_not_rerunnable", lambda: "a notebook has none"
+        "geartrain.launch.rerun_command.StartCommand.reason_not_rerunnable",
+        lambda command: "a notebook has none",
     )
     dists.strategy("ddp")
     with pytest.raises(UsageError, match=r"a notebook has none.*pip install geartrain-spawn"):

@@ -28,7 +28,8 @@ def fork():
 def test_a_fork_waits_for_the_threads_of_the_process_group(monkeypatch):
     waited = []
     monkeypatch.setattr(forks, "_settle", lambda: waited.append(threading.current_thread()))
-    fork().join(10)
+    with raise_on_signals():
+        fork().join(10)
     assert waited == [threading.main_thread()]
 
 
@@ -63,12 +64,14 @@ def test_a_child_of_a_killed_rank_dies():
     program = """
         import os, signal, time
         from geartrain_parallel.forks import guard_forks
+        from geartrain_parallel.signals import raise_on_signals
         guard_forks()
-        child = os.fork()
-        if child == 0:
+        with raise_on_signals():
+            child = os.fork()
+            if child == 0:
+                time.sleep(60)
+            print(child, flush=True)
             time.sleep(60)
-        print(child, flush=True)
-        time.sleep(60)
     """
     rank = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from geartrain.launch.cluster import STARTED_BY
+from geartrain.launch.cluster import ClusterEnvironment
 from geartrain_parallel.failures import is_timeout
 from geartrain_parallel.reports import ERROR_FILE, begin, failed_at, is_tearing_down, leave, report
 
@@ -46,7 +46,7 @@ def test_the_error_of_a_later_run_replaces_an_earlier_one(error_file):
 def test_the_first_error_of_a_rank_that_geartrain_started_stays_for_its_starter(
     error_file, monkeypatch
 ):
-    monkeypatch.setenv(STARTED_BY, str(os.getpid()))
+    monkeypatch.setenv(ClusterEnvironment.started_by, str(os.getpid()))
     report(KeyError("survived"))
     begin()
     report(ConnectionError("the other ranks have gone"))

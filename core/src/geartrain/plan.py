@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from geartrain.errors import UsageError
 from geartrain.hooks.plugin_info import LoadedPlugin, PluginInfo
+from geartrain.module import hparams
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -77,6 +78,9 @@ class Plan:
     assumed: bool = False
     #: Changes by the strategy that users must know, from its method ``notes(plan)``: what -> how.
     notes: Mapping[str, str] = field(default_factory=dict)
+
+    #: Returns a module's hyperparameters, and its data's, as a plan holds them.
+    hyperparameters_of = staticmethod(hparams.hyperparameters)
 
     @property
     def processes(self) -> int | None:

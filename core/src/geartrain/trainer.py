@@ -32,7 +32,6 @@ from geartrain.loop.run import Run
 from geartrain.loop.step_forwarder import check_data, check_module
 from geartrain.loop.worker import work
 from geartrain.loop.wrapped_module import as_module
-from geartrain.module.hparams import hyperparameters
 from geartrain.module.module import DataModule, Module, overridden
 from geartrain.options import refuse_unknown
 from geartrain.plan import Plan
@@ -274,6 +273,10 @@ class Trainer(RankProperties):
         outputs: list[Any] | None = self._start("predict", model, given, datamodule, ckpt_path)
         return outputs
 
+    def checkpoint_file(self, given: str | Path | None, resumes: bool = False) -> Path | None:
+        """Return the file that ``ckpt_path=`` means; raises as :func:`find_checkpoint_file`."""
+        return find_checkpoint_file(given, self.hooks, self.output, resumes)
+
     def resume_file(self) -> Path | None:
         """Return the checkpoint from which a ``fit`` that was interrupted resumes, if any."""
         if self._run is None or self._run.command != "fit":
@@ -315,7 +318,7 @@ class Trainer(RankProperties):
             if datamodule is not None:
                 name, hint = type(datamodule).__name__, "the same method of the module"
                 warn_of_others(datamodule, name, hint, DataModule)
-        known = hyperparameters(None if isinstance(model, type) else model, datamodule)
+        known = Plan.hyperparameters_of(None if isinstance(model, type) else model, datamodule)
         self.plan = replace(
             self.plan, loader_batch_size=batch_size, hyperparameters=known, resumes=resumes
         )
@@ -369,7 +372,7 @@ class Trainer(RankProperties):
         source.check("train" if command == "fit" else command, model)
         if command == "fit" and self.plan.options.reload_dataloaders_every_n_epochs:
             source.check_reload()
-        file = find_checkpoint_file(checkpoint, self.hooks, self.output, resumes)
+        file = self.checkpoint_file(checkpoint, resumes)
         start = InitialCheckpoint(file, resumes, may_be_done=checkpoint == "auto")
         self.datamodule = datamodule
         if datamodule is not None:

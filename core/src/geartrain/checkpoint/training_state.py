@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, islice, zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-from geartrain.data.loaders import describe, single_loaders
+from geartrain.data.loaders import describe
 from geartrain.data.seeding import random_state, set_random_state
 from geartrain.data.stage import Stage
 from geartrain.errors import TrainingError, UsageError
@@ -294,7 +294,7 @@ def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
 
 def _warn_of_replay(run: Run, batch_idx: int) -> None:
     """Warn if a loader may not repeat its batches, or the random numbers in its workers."""
-    for loader in single_loaders(run.stages["train"].loaders[0]):
+    for loader in run.stages["train"].single_loaders():
         _warn_of_replay_by(loader, run, batch_idx)
     loader = next((one for one in _loaders(run) if getattr(one, "persistent_workers", False)), None)
     if loader is not None and run.epoch and run.world.rank == 0:
@@ -447,8 +447,7 @@ def _load_parts(run: Run, fit: dict[str, Any], own: dict[str, Any], path: Path) 
 
 
 def _loaders(run: Run) -> list[Any]:
-    loaders = [loader for name in ("train", "validate") for loader in run.stages[name].loaders]
-    return list(chain.from_iterable(map(single_loaders, loaders)))
+    return [*run.stages["train"].single_loaders(), *run.stages["validate"].single_loaders()]
 
 
 def random_now(run: Run) -> dict[str, Any]:

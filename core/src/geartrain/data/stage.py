@@ -86,6 +86,10 @@ class Stage:
         # Loaders stay in their process.
         return Stage, ([], self.batches, self.max_batches, self.lengths_unknown)
 
+    def single_loaders(self) -> list[Any]:
+        """Return the loaders, and those in each that has several, as a CombinedLoader."""
+        return list(chain.from_iterable(map(single_loaders, self.loaders)))
+
     def samplers(self) -> list[Any]:
         """Return the loaders' samplers, their batch samplers and the samplers in those."""
         return list(chain.from_iterable(map(_samplers, self.loaders)))

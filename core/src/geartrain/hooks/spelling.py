@@ -51,7 +51,12 @@ _SAME |= dict.fromkeys(["val", "valid", "validate"], "validation")
 
 
 def check_attributes(
-    thing: Any, whose: str, methods: Iterable[str], values: Iterable[str] = (), base: type = object
+    thing: Any,
+    whose: str,
+    methods: Iterable[str],
+    values: Iterable[str] = (),
+    base: type = object,
+    may_yield: bool = True,
 ) -> None:
     """Refuse an attribute whose name is almost one that geartrain reads: it would be ignored.
 
@@ -64,9 +69,10 @@ def check_attributes(
         methods: names of the methods that geartrain reads.
         values: names of the other attributes that geartrain reads, among those in ``_VALUES``.
         base: the class of geartrain's that ``thing`` extends; its names are no misspellings.
+        may_yield: False if calling a method that yields, or is ``async def``, would run nothing.
 
     Raises:
-        UsageError: a misspelling, or half a state; the message has the right name.
+        UsageError: a misspelling, half a state, or a method that would run nothing.
     """
     reads, values, spaces = frozenset(methods), frozenset(values), _spaces(thing, base)
     for space, name, value in _public(spaces, base):
@@ -90,6 +96,8 @@ def check_attributes(
         has = f"it has {min(STATE - {*missing})} and no {missing[0]}"
         message = f"{whose}: {has}, so no checkpoint would hold its state"
         raise UsageError(f"{message}. Fix: add {missing[0]}")
+    if not may_yield:
+        refuse_unrun(thing if isinstance(thing, type) else type(thing), sorted(reads - STATE))
 
 
 def check_plugin_attributes(plugin: Any, kind: str, whose: str, hooks: Iterable[str]) -> None:

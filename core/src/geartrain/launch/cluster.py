@@ -22,9 +22,11 @@ from geartrain.errors.distributions import entry_points
 if TYPE_CHECKING:
     from geartrain.plan import Plan
 
-#: geartrain sets it in the ranks that it starts, to the process's id. A program that a rank runs
-#: inherits the variable, has another id, and is no rank.
-STARTED_BY = "GEARTRAIN_STARTED_BY"
+
+def read_numbers(environ: Mapping[str, str], *names: str) -> list[int] | None:
+    """Return the whole numbers in these variables; ``None`` if one is missing."""
+    values = [environ.get(name, "") for name in names]
+    return [int(value) for value in values] if all(value.isdigit() for value in values) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,11 @@ class ClusterEnvironment:
     job: str | None = None
     #: True if the launcher connects its ranks itself.
     connects: bool = False
+
+    #: A variable that geartrain sets in the ranks that it starts, to the process's id. A program
+    #: that a rank runs inherits the variable, has another id, and is no rank.
+    started_by = "GEARTRAIN_STARTED_BY"
+    read_numbers = staticmethod(read_numbers)
 
     @property
     def nodes(self) -> int:
@@ -83,7 +90,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> ClusterEnvironment | None
     Raises:
         UsageError: variables that contradict each other.
     """
-    if environ.get(STARTED_BY, str(os.getpid())) != str(os.getpid()):
+    if environ.get(ClusterEnvironment.started_by, str(os.getpid())) != str(os.getpid()):
         return None
     installed = (point.load() for point in _launchers() if point.name in environ)
     for read in (_torchrun, *installed, _by_hand):
@@ -108,22 +115,17 @@ def _launchers() -> list[EntryPoint]:
 # --- launchers ------------------------------------------------------------------------------------
 
 
-def read_numbers(environ: Mapping[str, str], *names: str) -> list[int] | None:
-    """Return the whole numbers in these variables; ``None`` if one is missing."""
-    values = [environ.get(name, "") for name in names]
-    return [int(value) for value in values] if all(value.isdigit() for value in values) else None
-
-
 def _torchrun(environ: Mapping[str, str]) -> ClusterEnvironment | None:
     """Read torchrun's variables, which geartrain sets too.
 
     Source: https://docs.pytorch.org/docs/stable/elastic/run.html
     """
     found = read_numbers(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    if found is None or not ("TORCHELASTIC_RUN_ID" in environ or STARTED_BY in environ):
+    is_ours = ClusterEnvironment.started_by in environ
+    if found is None or not ("TORCHELASTIC_RUN_ID" in environ or is_ours):
         return None
     rank, size, local_rank, local_size = found
-    launcher = "geartrain" if STARTED_BY in environ else "torchrun"
+    launcher = "geartrain" if is_ours else "torchrun"
     node = read_numbers(environ, "GROUP_RANK") or read_numbers(environ, "NODE_RANK")
     node_rank = node[0] if node else rank // max(1, local_size)
     return ClusterEnvironment(launcher, rank, size, local_rank, local_size, node_rank)

@@ -18,10 +18,7 @@ _fork = threading.local()
 
 
 def call_before_forks(prepare: Callable[[], None]) -> None:
-    """Call a function before each later fork of this process, in the thread that forks.
-
-    :func:`raise_on_signals` raises nothing meanwhile: Python would drop the exception.
-    """
+    """Call a function before each later fork of this process, in the thread that forks."""
     if prepare not in _preparations:
         _preparations.append(prepare)
 

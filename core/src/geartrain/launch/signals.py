@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from geartrain.launch.forks import handlers_not_inherited, is_forking
+from geartrain.launch.forks import call_before_forks, handlers_not_inherited, is_forking
 
 #: Seconds after which a signal that arrived during a fork is sent again.
 _AGAIN = 0.05
@@ -26,6 +26,7 @@ class Interrupted(KeyboardInterrupt):
 def raise_on_signals(
     signals: Sequence[signal.Signals],
     is_expected: Callable[[int], bool] = lambda number: False,
+    before_fork: Callable[[], None] | None = None,
 ) -> Iterator[None]:
     """Let the signals that end a program raise :class:`Interrupted`, so that set-up is torn down.
 
@@ -35,7 +36,11 @@ def raise_on_signals(
     Args:
         signals: the signals.
         is_expected: True for a signal's number that must raise nothing, because the process ends.
+        before_fork: called before each later fork of this process, in the thread that forks; until
+            the fork is over, a signal raises nothing: Python would drop the exception.
     """
+    if before_fork is not None:
+        call_before_forks(before_fork)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if is_forking():  # Python drops an exception here: send the signal again after the fork

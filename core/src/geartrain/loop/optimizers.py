@@ -154,22 +154,7 @@ def parameters_of(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
     return list(dict.fromkeys(parameter for group in groups for parameter in group["params"]))
 
 
-def needs_closure(optimizers: Sequence[Optimizer], automatic: bool = True) -> bool:
-    """True if an optimizer computes the loss itself, several times a step, as LBFGS does.
-
-    Args:
-        automatic: True if the loop steps all of them; False in manual optimisation.
-
-    Raises:
-        UsageError: the loop steps other optimizers too, whose gradients would be of another point.
-    """
-    needing = [type(optimizer).__name__ for optimizer in optimizers if _wants_closure(optimizer)]
-    if automatic and needing and len(optimizers) > 1:
-        raise UsageError(f"{needing[0]} needs a closure and must be the only optimizer.")
-    return bool(needing)
-
-
-def _wants_closure(optimizer: Optimizer) -> bool:
+def wants_closure(optimizer: Optimizer) -> bool:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from geartrain.errors import TrainingError
+from geartrain.errors import TrainingError, UsageError
+from geartrain.errors.hints import write_instead
 from geartrain.loop.ranks import RankCoordinator
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     import torch
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
     from geartrain.loop.optimizers import Schedule
     from geartrain.loop.step_forwarder import StepForwarder
     from geartrain.metrics.store import MetricStore
-    from geartrain.module.module import Module
+    from geartrain.module.module import DataModule, Module
     from geartrain.plan import Plan
     from geartrain.trainer import Trainer
 
@@ -240,6 +243,72 @@ class Run:
 
         self.logs = MetricStore(self)
 
+    def join_processes(self) -> None:
+        """Let this process join the others: set ``world`` and ``coordinator``.
+
+        Raises:
+            TrainingError: the world has not the planned size.
+        """
+        world = self.hooks.setup_process_group(run=self)
+        owner = self.hooks.owner("setup_process_group")
+        label = owner.label if owner else "geartrain"
+        if not isinstance(world, World):
+            raise TrainingError(
+                f"{label}: setup_process_group returned {world!r}. "
+                "Fix: return geartrain.World(rank, size, local_rank, local_size, node_rank)"
+            )
+        self.world = world
+        planned = self.plan.processes
+        if planned is not None and world.size != planned:
+            raise TrainingError(
+                f"the plan has {planned} processes, but setup_process_group of {label} made a "
+                f"world of {world.size}: each would train alone. Fix: let the strategy join all of "
+                "them, or devices=1"
+            )
+        if world.size > 1:
+            self.coordinator = self.hooks.make_coordinator(run=self)
+
+    @contextmanager
+    def torn_down(
+        self, owners: Sequence[Module | DataModule] = ()
+    ) -> Iterator[list[Callable[..., Any]]]:
+        """Yield a list of functions that undo, to call in reverse order, also after an error.
+
+        An error is first reported to plugins. ``teardown`` of ``owners`` is called if the module
+        was set up.
+        """
+        from geartrain.loop.stages import end_all_workers
+        from geartrain.module.module import Module
+
+        undo: list[Callable[..., Any]] = []
+        failures: list[BaseException] = []
+        try:
+            yield undo
+        except BaseException as error:
+            failures.append(error)
+            self.note_failure(error)
+            self.hooks.blame(error)
+            if (
+                isinstance(error, AttributeError)
+                and isinstance(error.obj, Module)
+                and (answer := write_instead("Module", str(error.name)))
+            ):
+                error.add_note(f"geartrain.Module has no {error.name!r}{answer}")
+            self.loop.report_failure(error)
+            _guard(failures, partial(self.hooks.on_exception, run=self, error=error))
+        for owner in owners:
+            if self.module._run is self:
+                _guard(failures, partial(owner.teardown, self.command))
+        _guard(failures, partial(end_all_workers, self))
+        if self.world.size > 1:  # the wrapper may own the process group: free it before
+            self.model, self.loop.step_functions = None, {}
+        self.loop.report_teardown()
+        for teardown in reversed(undo):
+            _guard(failures, partial(teardown, run=self))
+        self.module._attach(None)
+        if failures:
+            raise failures[0]
+
     def make_optimizers(self) -> list[Optimizer]:
         """Call ``configure_optimizers``; set the schedulers, and return the optimizers unwrapped.
 
@@ -255,11 +324,14 @@ class Run:
         """Set the optimizers, each wrapped by the hook ``wrap_optimizer``.
 
         Raises:
-            UsageError: one computes the loss itself, as LBFGS, and the loop would step others too.
+            UsageError: one computes the loss itself, as LBFGS, and the loop steps others too.
         """
-        from geartrain.loop.optimizers import needs_closure
+        from geartrain.loop.optimizers import wants_closure
 
-        self.loop.needs_closure = needs_closure(optimizers, self.mode == "automatic")
+        needing = [type(optimizer).__name__ for optimizer in optimizers if wants_closure(optimizer)]
+        if needing and len(optimizers) > 1 and self.mode == "automatic":
+            raise UsageError(f"{needing[0]} needs a closure and must be the only optimizer.")
+        self.loop.needs_closure = bool(needing)
         self.optimizers = [self.hooks.wrap_optimizer(run=self, optimizer=o) for o in optimizers]
 
     def parameters_of_step(self) -> dict[str, nn.Parameter]:
@@ -342,3 +414,13 @@ class Run:
         from geartrain.checkpoint.checkpoints import save_checkpoint_file
 
         save_checkpoint_file(self, state, path)
+
+
+def _guard(failures: list[BaseException], action: Callable[[], Any]) -> None:
+    """Call a clean-up. Collect its error, and add it as a note to the first one."""
+    try:
+        action()
+    except Exception as error:
+        failures.append(error)
+        if failures[0] is not error:
+            failures[0].add_note(f"and then, while tearing down: {type(error).__name__}: {error}")

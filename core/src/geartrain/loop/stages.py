@@ -15,7 +15,6 @@ from geartrain.data.loaders import (
     each_loader,
     end_workers,
     loader_batch_size,
-    single_loaders,
 )
 from geartrain.data.stage import Stage
 from geartrain.errors import UsageError
@@ -71,8 +70,7 @@ def _sharded(run: Run, stage: str, loader: Iterable[Any]) -> Iterable[Any]:
 
 def end_all_workers(run: Run) -> None:
     """End the persistent workers of all loaders."""
-    used = chain.from_iterable(stage.loaders for stage in run.stages.values())
-    for loader in chain.from_iterable(map(single_loaders, used)):
+    for loader in chain.from_iterable(stage.single_loaders() for stage in run.stages.values()):
         end_workers(loader)
 
 

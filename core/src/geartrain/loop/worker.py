@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,17 +15,15 @@ from geartrain.checkpoint.checkpoints import InitialCheckpoint, load
 from geartrain.data.seeding import determinism, seed_everything
 from geartrain.data.sources import DataSource
 from geartrain.errors import TrainingError, UsageError
-from geartrain.errors.hints import write_instead
 from geartrain.hooks.events import methods_of
 from geartrain.hooks.plugin_info import PluginInfo
 from geartrain.loop.evaluate import evaluate
 from geartrain.loop.fit import fit
 from geartrain.loop.optimizers import parameters_of
-from geartrain.loop.run import Run, World
-from geartrain.loop.stages import end_all_workers, set_up_loaders
+from geartrain.loop.run import Run
+from geartrain.loop.stages import set_up_loaders
 from geartrain.loop.step_forwarder import StepForwarder
 from geartrain.metrics.objects import warn_of_unknown
-from geartrain.module.module import DataModule, Module
 
 
 def work(run: Run, source: DataSource, start: InitialCheckpoint, local_rank: int) -> Any:
@@ -42,12 +39,12 @@ def work(run: Run, source: DataSource, start: InitialCheckpoint, local_rank: int
     """
     options = run.plan.options
     owners = [owner for owner in (run.module, source.datamodule) if owner is not None]
-    tears_down = always_tear_down(run, owners)
+    tears_down = run.torn_down(owners)
     with determinism(options.deterministic), tears_down as undo, _exit_fails(run):
         undo.append(run.hooks.teardown_device)
         run.device = run.hooks.setup_device(run=run, local_rank=local_rank)
         undo.append(run.hooks.teardown_process_group)
-        init_process_group(run)
+        run.join_processes()
         if options.seed is not None:
             seed_everything(options.seed)
         _attach(run, source)
@@ -73,32 +70,6 @@ def work(run: Run, source: DataSource, start: InitialCheckpoint, local_rank: int
         if run.world.size > 1:  # if a rank failed after the last collective, all fail here
             run.hooks.barrier(run=run)
     return result
-
-
-def init_process_group(run: Run) -> None:
-    """Let this process join the others: set ``run.world`` and ``run.coordinator``.
-
-    Raises:
-        TrainingError: the world has not the planned size.
-    """
-    world = run.hooks.setup_process_group(run=run)
-    owner = run.hooks.owner("setup_process_group")
-    label = owner.label if owner else "geartrain"
-    if not isinstance(world, World):
-        raise TrainingError(
-            f"{label}: setup_process_group returned {world!r}. "
-            "Fix: return geartrain.World(rank, size, local_rank, local_size, node_rank)"
-        )
-    run.world = world
-    planned = run.plan.processes
-    if planned is not None and run.world.size != planned:
-        raise TrainingError(
-            f"the plan has {planned} processes, but setup_process_group of {label} made a world of "
-            f"{run.world.size}: each would train alone. Fix: let the strategy join all of them, or "
-            "devices=1"
-        )
-    if run.world.size > 1:
-        run.coordinator = run.hooks.make_coordinator(run=run)
 
 
 def _attach(run: Run, source: DataSource) -> None:
@@ -163,54 +134,3 @@ def _exit_fails(run: Run) -> Iterator[None]:
             f"sys.exit({error.code!r}) in {place.filename}:{place.lineno}. Fix: "
             "trainer.should_stop = True to end training early, or raise an error"
         ) from error
-
-
-@contextmanager
-def always_tear_down(
-    run: Run, owners: Sequence[Module | DataModule]
-) -> Iterator[list[Callable[..., Any]]]:
-    """Yield a list of undo functions, and call it in reverse order at the end, also after an error.
-
-    An error is first reported to plugins.
-
-    Args:
-        owners: their ``teardown`` is called if the module was set up.
-    """
-    undo: list[Callable[..., Any]] = []
-    failures: list[BaseException] = []
-    try:
-        yield undo
-    except BaseException as error:
-        failures.append(error)
-        run.note_failure(error)
-        run.hooks.blame(error)
-        if (
-            isinstance(error, AttributeError)
-            and isinstance(error.obj, Module)
-            and (answer := write_instead("Module", str(error.name)))
-        ):
-            error.add_note(f"geartrain.Module has no {error.name!r}{answer}")
-        run.loop.report_failure(error)
-        _guard(failures, partial(run.hooks.on_exception, run=run, error=error))
-    for owner in owners:
-        if run.module._run is run:
-            _guard(failures, partial(owner.teardown, run.command))
-    _guard(failures, partial(end_all_workers, run))
-    if run.world.size > 1:  # the wrapper may own the process group, and must be freed before it
-        run.model, run.loop.step_functions = None, {}
-    run.loop.report_teardown()
-    for teardown in reversed(undo):
-        _guard(failures, partial(teardown, run=run))
-    run.module._attach(None)
-    if failures:
-        raise failures[0]
-
-
-def _guard(failures: list[BaseException], action: Callable[[], Any]) -> None:
-    """Call a clean-up. Collect its error, and add it as a note to the first one."""
-    try:
-        action()
-    except Exception as error:
-        failures.append(error)
-        if failures[0] is not error:
-            failures[0].add_note(f"and then, while tearing down: {type(error).__name__}: {error}")

@@ -28,12 +28,7 @@ from geartrain.options import Options
 from geartrain.plan import Plan, check_joins, make_plan
 from geartrain.planning.plugin_files import file_plugin, has_hookimpls
 from geartrain.planning.registry import Registry, make
-from geartrain.planning.selection import (
-    select_accelerator,
-    select_devices,
-    select_precision,
-    select_strategy,
-)
+from geartrain.planning.selection import select_devices, select_precision, select_strategy
 
 if TYPE_CHECKING:
     from geartrain.module.module import Module
@@ -92,8 +87,8 @@ class Setup:
             raise UsageError(f"num_nodes={nodes!r} must be a whole number, at least 1.")
         registry, cluster, assume = Registry(choices.block), detect(), choices.assume or {}
         devices, nodes = _as_launched(cluster, choices.accelerator, choices.devices, nodes)
-        accelerator, passed = select_accelerator(
-            registry, choices.accelerator, choices.accelerator_options or {}, assume
+        accelerator, passed = registry.select_accelerator(
+            choices.accelerator, choices.accelerator_options or {}, assume
         )
         indices = select_devices(accelerator, devices, assume)
         strategy, also_passed = select_strategy(

@@ -24,8 +24,11 @@ from geartrain.errors.hints import hint
 from geartrain.errors.known import KNOWN
 from geartrain.hooks.plugin_info import GROUPS, LoadedPlugin, PluginInfo
 from geartrain.hookspecs import CONTRACT, CONTRACT_CHANGES
-from geartrain.planning.hardware import isolated, reason_unusable
+from geartrain.planning.hardware import isolated, priority_of, reason_unusable, visible_devices
 from geartrain.planning.plugin_files import file_plugin, load_file
+
+#: The accelerators that ``accelerator="gpu"`` may select.
+_GPUS = ("cuda", "mps")
 
 
 @dataclass(slots=True, eq=False)
@@ -276,9 +279,101 @@ class Registry:
                 break
         return LoadedPlugin(info, plugin.as_plugin() if hasattr(plugin, "as_plugin") else plugin)
 
+    # --- accelerators -----------------------------------------------------------------------------
+
+    def select_accelerator(
+        self, given: Any, options: Mapping[str, Any], assume: Mapping[str, int]
+    ) -> tuple[LoadedPlugin, dict[str, str]]:
+        """Return the accelerator, and the others with the reason against each.
+
+        Args:
+            given: a name, ``"auto"``, ``"gpu"``, or a user's object or class.
+            options: for its ``__init__``.
+            assume: accelerator name -> device count, to plan for hardware that this machine lacks.
+
+        Raises:
+            UsageError: the accelerator is unknown or not usable, or none is usable.
+        """
+        for assumed in assume:
+            self.find("accelerator", assumed)
+        if not isinstance(given, str):
+            part = self.adopt("accelerator", given, "given as an object")
+            _check_usable(part, assume)
+            return part, {}
+        name = given.lower()
+        if name in ("auto", "gpu"):
+            return self._best_accelerator(name, options, assume)
+        installed = {kind: {c.name.lower() for c in self.of(kind)} for kind in GROUPS}
+        is_strategy = ("strategy", name) in KNOWN or name in installed["strategy"]
+        if is_strategy and name not in installed["accelerator"]:
+            remedy = f"strategy={given!r} (--strategy {given})"
+            raise UsageError(f"accelerator={given!r} is a strategy. Fix: {remedy}")
+        part = self.select("accelerator", name, options, f"--accelerator {given}")
+        _check_usable(part, assume)
+        return part, {}
+
+    def _best_accelerator(
+        self, name: str, options: Mapping[str, Any], assume: Mapping[str, int]
+    ) -> tuple[LoadedPlugin, dict[str, str]]:
+        passed: dict[str, str] = {}
+        usable: list[tuple[float, InstalledPlugin]] = []
+        for candidate in self.of("accelerator"):
+            if name == "gpu" and candidate.name.lower() not in _GPUS:
+                continue
+            # Only accelerators are imported without being named: they must be asked.
+            assumed = candidate.name in assume and candidate.state == "available"
+            cls = self.load(candidate) if assumed else self.check_usable(candidate)
+            if cls is None:
+                passed[candidate.label] = f"{candidate.state}: {candidate.reason}"
+            else:
+                usable.append((_priority(cls, candidate), candidate))
+        passed |= self._not_installed()
+        usable.sort(key=lambda pair: (-pair[0], pair[1].name))
+        if usable:
+            (priority, best), *others = usable
+            equal = ", the first by name" if any(other == priority for other, _ in others) else ""
+            reason = f"{name!r}: the usable accelerator of the highest priority ({priority}){equal}"
+            part = self.select("accelerator", best.name, options, reason)
+            for lower, candidate in others:
+                cause = f"its priority {lower} is not above {best.name}'s {priority}"
+                passed[candidate.label] = f"available, but {cause}"
+            return part, passed
+        cause = "; ".join(f"{label} is {reason}" for label, reason in passed.items())
+        cause = cause or "Fix: pip install geartrain-cuda (or geartrain-mps)"
+        raise UsageError(f"accelerator={name!r}: no usable one is installed. {cause}")
+
+    def _not_installed(self) -> dict[str, str]:
+        """Return this machine's hardware without a plugin: its label -> the install line."""
+        installed = {candidate.name.lower() for candidate in self.of("accelerator")}
+        passed = {}
+        for name, message in visible_devices().items():
+            if name not in installed:
+                home = KNOWN["accelerator", name]
+                reason = f"not installed, though this machine has {message}"
+                passed[f"{home}[{name}]"] = f"{reason}. Fix: pip install {home}"
+        return passed
+
 
 def _reselected(kind: str, name: str, options: Mapping[str, Any]) -> Any:
     return Registry().select(kind, name, options).plugin
+
+
+def _check_usable(part: LoadedPlugin, assume: Mapping[str, int]) -> None:
+    if part.info.name in assume:
+        return
+    try:
+        reason = reason_unusable(part.plugin)
+    except UsageError as error:
+        raise UsageError(f"{part.info.label}: {error}") from error.__cause__
+    if reason:
+        raise UsageError(f"{part.info.label} cannot be used here: {reason}")
+
+
+def _priority(cls: Any, candidate: InstalledPlugin) -> float:
+    try:
+        return priority_of(cls)
+    except UsageError as error:  # of an assumed accelerator: all others were asked before
+        raise UsageError(f"{candidate.label}: {error}") from None
 
 
 def _mismatch(candidate: InstalledPlugin) -> str:

@@ -1,4 +1,4 @@
-"""Select accelerator, devices, strategy and precision, with reasons. Imports no torch."""
+"""Select devices, strategy and precision, with reasons. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,114 +7,15 @@ from typing import Any
 
 from geartrain.errors import UsageError
 from geartrain.errors.known import KNOWN
-from geartrain.hooks.plugin_info import GROUPS, LoadedPlugin
+from geartrain.hooks.plugin_info import LoadedPlugin
 from geartrain.launch.cluster import detect
-from geartrain.launch.rerun_command import reason_not_rerunnable
+from geartrain.launch.rerun_command import START_COMMAND
 from geartrain.planning.devices import parse_devices
-from geartrain.planning.hardware import priority_of, reason_unusable, visible_devices
 from geartrain.planning.plugin_files import has_hookimpls
-from geartrain.planning.registry import InstalledPlugin, Registry
+from geartrain.planning.registry import Registry
 
-#: The accelerators that ``accelerator="gpu"`` may select.
-_GPUS = ("cuda", "mps")
 #: Short forms of precisions, as in Lightning: ``16`` is mixed, because float16 weights train badly.
 _PRECISIONS = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
-
-
-# --- accelerator ----------------------------------------------------------------------------------
-
-
-def select_accelerator(
-    registry: Registry, given: Any, options: Mapping[str, Any], assume: Mapping[str, int]
-) -> tuple[LoadedPlugin, dict[str, str]]:
-    """Return the accelerator, and the others with the reason against each.
-
-    Args:
-        given: a name, ``"auto"``, ``"gpu"``, or a user's object or class.
-        options: for its ``__init__``.
-        assume: accelerator name -> device count, to plan for hardware that this machine lacks.
-
-    Raises:
-        UsageError: the accelerator is unknown or not usable, or none is usable.
-    """
-    for assumed in assume:
-        registry.find("accelerator", assumed)
-    if not isinstance(given, str):
-        part = registry.adopt("accelerator", given, "given as an object")
-        _check_usable(part, assume)
-        return part, {}
-    name = given.lower()
-    if name in ("auto", "gpu"):
-        return _best_accelerator(registry, name, options, assume)
-    installed = {kind: {c.name.lower() for c in registry.of(kind)} for kind in GROUPS}
-    is_strategy = ("strategy", name) in KNOWN or name in installed["strategy"]
-    if is_strategy and name not in installed["accelerator"]:
-        hint = f"strategy={given!r} (--strategy {given})"
-        raise UsageError(f"accelerator={given!r} is a strategy. Fix: {hint}")
-    part = registry.select("accelerator", name, options, f"--accelerator {given}")
-    _check_usable(part, assume)
-    return part, {}
-
-
-def _check_usable(part: LoadedPlugin, assume: Mapping[str, int]) -> None:
-    if part.info.name in assume:
-        return
-    try:
-        reason = reason_unusable(part.plugin)
-    except UsageError as error:
-        raise UsageError(f"{part.info.label}: {error}") from error.__cause__
-    if reason:
-        raise UsageError(f"{part.info.label} cannot be used here: {reason}")
-
-
-def _best_accelerator(
-    registry: Registry, name: str, options: Mapping[str, Any], assume: Mapping[str, int]
-) -> tuple[LoadedPlugin, dict[str, str]]:
-    passed: dict[str, str] = {}
-    usable: list[tuple[float, InstalledPlugin]] = []
-    for candidate in registry.of("accelerator"):
-        if name == "gpu" and candidate.name.lower() not in _GPUS:
-            continue
-        # Only accelerators are imported without being named: they must be asked.
-        assumed = candidate.name in assume and candidate.state == "available"
-        cls = registry.load(candidate) if assumed else registry.check_usable(candidate)
-        if cls is None:
-            passed[candidate.label] = f"{candidate.state}: {candidate.reason}"
-        else:
-            usable.append((_priority(cls, candidate), candidate))
-    passed |= _not_installed(registry)
-    usable.sort(key=lambda pair: (-pair[0], pair[1].name))
-    if usable:
-        (priority, best), *others = usable
-        equal = ", the first by name" if any(other == priority for other, _ in others) else ""
-        reason = f"{name!r}: the usable accelerator of the highest priority ({priority}){equal}"
-        part = registry.select("accelerator", best.name, options, reason)
-        for lower, candidate in others:
-            cause = f"its priority {lower} is not above {best.name}'s {priority}"
-            passed[candidate.label] = f"available, but {cause}"
-        return part, passed
-    cause = "; ".join(f"{label} is {reason}" for label, reason in passed.items())
-    cause = cause or "Fix: pip install geartrain-cuda (or geartrain-mps)"
-    raise UsageError(f"accelerator={name!r}: no usable one is installed. {cause}")
-
-
-def _priority(cls: Any, candidate: InstalledPlugin) -> float:
-    try:
-        return priority_of(cls)
-    except UsageError as error:  # of an assumed accelerator: all others were asked before
-        raise UsageError(f"{candidate.label}: {error}") from None
-
-
-def _not_installed(registry: Registry) -> dict[str, str]:
-    """Return this machine's hardware without a plugin: the plugin's label -> the install line."""
-    installed = {candidate.name.lower() for candidate in registry.of("accelerator")}
-    passed = {}
-    for name, message in visible_devices().items():
-        if name not in installed:
-            home = KNOWN["accelerator", name]
-            reason = f"not installed, though this machine has {message}"
-            passed[f"{home}[{name}]"] = f"{reason}. Fix: pip install {home}"
-    return passed
 
 
 def select_devices(
@@ -159,7 +60,7 @@ def select_strategy(
         part = registry.select("strategy", "single", options, "'auto': one device needs no other")
         return part, _others(registry, "one device needs no strategy of several")
     # ddp starts ranks by running the command again, unless a launcher has started them.
-    stuck = reason_not_rerunnable() if detect() is None else None
+    stuck = START_COMMAND.reason_not_rerunnable() if detect() is None else None
     known = [name for kind, name in KNOWN if kind == "strategy"] if num_nodes == 1 else []
     preferred = [*([] if stuck else ["ddp"]), "ddp_spawn", *(n for n in known if n != "ddp")]
     asked, installed = f"{len(devices)} devices on {num_nodes} node(s)", registry.of("strategy")

@@ -16,30 +16,26 @@ from geartrain.files.atomic import AppendedFile, remove_abandoned, replacing
 from geartrain.files.paths import user_path
 from geartrain.hooks.manager import Hooks
 from geartrain.hooks.plugin_info import LoadedPlugin, PluginInfo
-from geartrain.hooks.spelling import OVERRIDES, check_attributes, refuse_unrun
-from geartrain.launch.cluster import STARTED_BY, ClusterEnvironment, detect, read_numbers
-from geartrain.launch.rerun_command import START_DIRECTORY, reason_not_rerunnable
-from geartrain.module.hparams import hyperparameters
+from geartrain.hooks.spelling import OVERRIDES, check_attributes
+from geartrain.launch.cluster import ClusterEnvironment, detect
+from geartrain.launch.rerun_command import START_COMMAND
 from geartrain.options import seconds
 from geartrain.planning.rank_properties import RankProperties
 from geartrain.planning.registry import InstalledPlugin, Registry
-from geartrain.planning.selection import select_accelerator
 
 if TYPE_CHECKING:
     from geartrain.plugin_api.with_torch import *  # noqa: F403
 
 # fmt: off
 __all__ = [  # noqa: F405
-    "KNOWN", "OVERRIDES", "STARTED_BY", "START_DIRECTORY", "AppendedFile", "BatchSizer",
-    "ClusterEnvironment", "DataSource", "Hooks", "InstalledPlugin", "LoadedPlugin", "LocalMetric",
-    "MappedBatches", "MetricOptions", "PluginInfo", "RankCoordinator", "RankProperties", "Registry",
-    "Setup", "Shard", "Stage", "StepForwarder", "always_tear_down", "call_before_forks",
-    "check_attributes", "check_module", "close_batches", "detect", "drawing_from", "experiment",
-    "find_checkpoint_file", "hyperparameters", "init_process_group", "length", "libraries",
-    "load_optimizer", "map_nested", "map_tensors", "move", "nearest", "not_plain", "overridden",
-    "parameters_of", "progress", "raise_on_signals", "read_numbers", "reason_not_rerunnable",
-    "reductions", "refuse_unrun", "remove_abandoned", "replacing", "seconds", "select_accelerator",
-    "single_loaders", "user_path", "with_samplers", "write_instead",
+    "KNOWN", "OVERRIDES", "START_COMMAND", "AppendedFile", "BatchSizer", "ClusterEnvironment",
+    "DataSource", "Hooks", "InstalledPlugin", "LoadedPlugin", "LocalMetric", "MappedBatches",
+    "MetricOptions", "PluginInfo", "RankCoordinator", "RankProperties", "Registry", "Setup",
+    "Shard", "Stage", "StepForwarder", "check_attributes", "check_module", "close_batches",
+    "detect", "drawing_from", "experiment", "length", "libraries", "load_optimizer", "map_nested",
+    "map_tensors", "move", "nearest", "not_plain", "overridden", "parameters_of",
+    "raise_on_signals", "reductions", "remove_abandoned", "replacing", "seconds", "user_path",
+    "with_samplers", "write_instead",
 ]
 # fmt: on
 

@@ -1,18 +1,14 @@
 """The names of ``geartrain.plugin_api`` whose modules import torch."""
 
-from geartrain.checkpoint.checkpoints import find_checkpoint_file
-from geartrain.checkpoint.files import progress
 from geartrain.checkpoint.training_state import load_optimizer
-from geartrain.data.loaders import BatchSizer, MappedBatches, close_batches, length, single_loaders
+from geartrain.data.loaders import BatchSizer, MappedBatches, close_batches, length
 from geartrain.data.seeding import drawing_from
 from geartrain.data.sources import DataSource
 from geartrain.data.stage import Shard, Stage, with_samplers
-from geartrain.launch.forks import call_before_forks
 from geartrain.launch.signals import raise_on_signals
 from geartrain.loop.optimizers import parameters_of
 from geartrain.loop.ranks import RankCoordinator
 from geartrain.loop.step_forwarder import StepForwarder, check_module
-from geartrain.loop.worker import always_tear_down, init_process_group
 from geartrain.metrics import reductions
 from geartrain.metrics.experiment import experiment
 from geartrain.metrics.local import LocalMetric, MetricOptions

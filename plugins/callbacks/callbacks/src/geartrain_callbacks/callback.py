@@ -17,7 +17,6 @@ from geartrain.plugin_api import (
     PluginInfo,
     check_attributes,
     nearest,
-    refuse_unrun,
     write_instead,
 )
 
@@ -420,7 +419,9 @@ def _check(callback: Any) -> None:
         UsageError: there is one.
     """
     label, base = f"callback {type(callback).__name__}", _base_of(callback)
-    check_attributes(callback, label, {*CALLED, *_STATE}, ["same_on_all_ranks"], base)
+    check_attributes(
+        callback, label, {*CALLED, *_STATE}, ["same_on_all_ranks"], base, may_yield=False
+    )
     classes = type(callback).__mro__
     for method in object.__dir__(callback):
         if not method.startswith("on_") or not _overrides(callback, base, method):
@@ -433,7 +434,6 @@ def _check(callback: Any) -> None:
         overrides_hook = any(hasattr(vars(c).get(method), "geartrain_impl") for c in classes)
         if method not in CALLED and not overrides_hook:
             raise UsageError(f"{label}.{method} would never be called. {nearest(method, CALLED)}")
-    refuse_unrun(type(callback), CALLED)
 
 
 def _base_of(callback: Any) -> type:

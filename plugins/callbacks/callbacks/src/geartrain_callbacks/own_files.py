@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from geartrain.plugin_api import progress
 from geartrain_callbacks.checkpoint_names import SUFFIX, is_inside
 
 #: Keys of a ModelCheckpoint's state, used to recognise it.
@@ -59,7 +58,7 @@ def written_after(
     """
     for path in sorted(folder.rglob(f"*{SUFFIX}")):
         name = path.relative_to(folder).as_posix()
-        if name in known or (progress(path) or _progress_in(_fit_in(path)) or after) <= after:
+        if name in known or (_progress_in(_fit_in(path)) or after) <= after:
             continue
         for state in _states_in(path):
             if state["identity"] == identity and name in (
@@ -124,7 +123,7 @@ def _fit_in(path: Path) -> dict[str, Any]:
 
 
 def _progress_in(fit: dict[str, Any]) -> tuple[int, int, int] | None:
-    """Return the progress in a file without the comment of geartrain, as a plugin writes it."""
+    """Return epochs, steps, and batches of the epoch."""
     with suppress(KeyError, TypeError, ValueError):
         return int(fit["epoch"]), int(fit["step"]), int(fit["batch_idx"])
     return None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from geartrain.plugin_api import ClusterEnvironment, read_numbers
+from geartrain.plugin_api import ClusterEnvironment
+
+_numbers = ClusterEnvironment.read_numbers
 
 _NUMBERS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 
@@ -14,7 +16,7 @@ def horovodrun(environ: Mapping[str, str]) -> ClusterEnvironment | None:
 
     Source: https://horovod.readthedocs.io/en/stable/running_include.html
     """
-    found = read_numbers(environ, *(f"HOROVOD_{n}" for n in _NUMBERS))
+    found = _numbers(environ, *(f"HOROVOD_{n}" for n in _NUMBERS))
     if found is None:
         return None
     rank, size, local_rank, local_size, node_rank, _ = found

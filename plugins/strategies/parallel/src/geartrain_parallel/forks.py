@@ -19,7 +19,7 @@ from multiprocessing import process
 
 import torch.distributed as dist
 
-from geartrain.plugin_api import STARTED_BY, call_before_forks
+from geartrain.plugin_api import ClusterEnvironment
 from geartrain_parallel.bootstrap import die_with_parent
 
 #: The environment variable that names the starter's folder for the sockets of multiprocessing.
@@ -36,17 +36,19 @@ _fork = threading.local()
 
 
 def guard_forks() -> None:
-    """Make every later fork of this process wait until it is safe.
+    """Make later forks of this process, which has :func:`raise_on_signals`, wait until it is safe.
 
     Every child of the main thread then dies with this process. torch's loader workers check if
     their parent is alive, but not while they are blocked in writing a batch.
     """
     global _is_guarded
     _is_guarded = True
-    call_before_forks(_prepare)
 
 
-def _prepare() -> None:
+def before_fork() -> None:
+    """Prepare the fork of a rank."""
+    if not _is_guarded:
+        return
     _fork.is_main = threading.current_thread() is threading.main_thread()
     _settle()
 
@@ -81,7 +83,9 @@ def not_inherited(*descriptors: int) -> Iterator[None]:
 
 def adopt_temporary_folder() -> None:
     """Use the starter's folder ``pymp-*`` in this rank; see ``Stage.of``."""
-    if os.environ.get(STARTED_BY) == str(os.getpid()) and (folder := os.environ.get(TEMPORARY)):
+    if os.environ.get(ClusterEnvironment.started_by) == str(os.getpid()) and (
+        folder := os.environ.get(TEMPORARY)
+    ):
         process.current_process()._config.setdefault("tempdir", folder)  # type: ignore[attr-defined]
 
 

@@ -16,7 +16,7 @@ import torch
 # destroy_process_group() may abort the interpreter at its end.
 import torch.distributed.nn.functional
 
-from geartrain.plugin_api import STARTED_BY, ClusterEnvironment, detect
+from geartrain.plugin_api import ClusterEnvironment, detect
 from geartrain_parallel import nodes, rendezvous, sockets
 from geartrain_parallel.forks import adopt_temporary_folder, guard_forks
 from geartrain_parallel.reports import begin, disconnect_if_failed, leave, report
@@ -185,7 +185,7 @@ def _put_back(before: Mapping[str, str], names: Iterable[str]) -> None:
 def variables(place: ClusterEnvironment) -> dict[str, str]:
     """Return the environment variables of a rank, including those that torch reads."""
     return {
-        STARTED_BY: str(os.getpid()),
+        ClusterEnvironment.started_by: str(os.getpid()),
         "RANK": str(place.rank),
         "WORLD_SIZE": str(place.size),
         "LOCAL_RANK": str(place.local_rank),

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from geartrain.plugin_api import STARTED_BY
+from geartrain.plugin_api import ClusterEnvironment
 from geartrain_parallel.failures import is_connection
 
 #: The environment variable that names the file for a rank's error, the same as torchelastic's.
@@ -52,7 +52,9 @@ def report(error: BaseException) -> None:
         return
     _run.failed_at = time.time()
     path = os.environ.get(ERROR_FILE)
-    if not path or (os.environ.get(STARTED_BY) == str(os.getpid()) and os.path.exists(path)):
+    if not path or (
+        os.environ.get(ClusterEnvironment.started_by) == str(os.getpid()) and os.path.exists(path)
+    ):
         return
     text = "".join(traceback.format_exception(error)).rstrip()
     # The format of torch.distributed.elastic.multiprocessing.errors. torchrun calls the earliest

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 
 from geartrain import plugin_api
 from geartrain_parallel.failures import is_connection
+from geartrain_parallel.forks import before_fork
 from geartrain_parallel.reports import ERROR_FILE, failed_at
 
 #: Signals that end a rank; without a handler each would kill it without tear-down.
@@ -23,7 +24,7 @@ def raise_on_signals(signals: Sequence[signal.Signals] = SIGNALS) -> AbstractCon
     Outside the main thread nothing changes, because Python allows handlers only there. A rank that
     another process has started ignores SIGTERM while it ends.
     """
-    return plugin_api.raise_on_signals(signals, _is_ending)
+    return plugin_api.raise_on_signals(signals, _is_ending, before_fork)
 
 
 def _is_ending(number: int) -> bool:

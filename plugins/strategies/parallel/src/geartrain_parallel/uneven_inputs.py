@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from geartrain import Run, TrainingError
-from geartrain.plugin_api import length, single_loaders
+from geartrain.plugin_api import Stage, length
 
 #: Stands for a batch after a rank has run out.
 _OUT = object()
@@ -21,7 +21,7 @@ def is_sure(loader: Any) -> bool:
     """True if a loader's length is certain; the length of an IterableDataset is an estimate."""
     streams = (
         isinstance(getattr(single_loader, "dataset", None), IterableDataset)
-        for single_loader in single_loaders(loader)
+        for single_loader in Stage([loader]).single_loaders()
     )
     return not any(streams) and length(loader) is not None
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from geartrain.plugin_api import LoadedPlugin, map_tensors
+from geartrain.plugin_api import LoadedPlugin, load_optimizer, map_tensors
 
 if TYPE_CHECKING:
     from geartrain import Module, Run
@@ -169,7 +169,7 @@ def _make_optimizers(run: Run, brought: RankResult) -> None:
     try:
         run.optimizers = run.make_optimizers()
         for optimizer, state in zip(run.optimizers, brought.optimizers, strict=True):
-            optimizer.load_state_dict(_copy(state))
+            load_optimizer(optimizer, _copy(state))
         for schedule, state in zip(run.schedulers, brought.schedulers, strict=True):
             schedule.scheduler.load_state_dict(_copy(state))
     except Exception as error:  # an error here must not lose the trained weights

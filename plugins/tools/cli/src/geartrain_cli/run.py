@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from geartrain import Trainer, UsageError
-from geartrain.plugin_api import check_module, find_checkpoint_file
+from geartrain.plugin_api import check_module
 from geartrain_cli.arguments import read_arguments
 from geartrain_cli.predictions import save_predictions
 from geartrain_cli.target import Target
@@ -36,7 +36,7 @@ def command(
     values, files = request.values, {"ckpt_path": request.values.checkpoint}
     if name == "fit":
         files = {"checkpoint": values.checkpoint, "ckpt_path": values.resume}
-        find_checkpoint_file(values.resume, trainer.hooks, trainer.output, resumes=True)
+        trainer.checkpoint_file(values.resume, resumes=True)
     # The run repeats this check with the module, which does not exist yet.
     trainer.check(request.target[0], name, resumes=name == "fit" and values.resume is not None)
     model, data = request.make_model()

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from geartrain import Module, UsageError
-from geartrain.plugin_api import OVERRIDES, hyperparameters, map_tensors, overridden
+from geartrain import Module, Plan, UsageError
+from geartrain.plugin_api import OVERRIDES, map_tensors, overridden
 
 if TYPE_CHECKING:
     from geartrain import Run
@@ -230,7 +230,6 @@ def hyperparameters_of(models: Sequence[SessionModel]) -> dict[str, Any]:
     for i, model in enumerate(models):
         prefix = f"model{i}." if len(models) > 1 else ""
         if isinstance(model.module, Module):
-            found.update(
-                {prefix + name: value for name, value in hyperparameters(model.module).items()}
-            )
+            known = Plan.hyperparameters_of(model.module)
+            found |= {prefix + name: value for name, value in known.items()}
     return found

@@ -83,7 +83,7 @@ class SessionRun:
     def release_models(self, run: Run) -> None:
         """Release the models from their wrappers, which must go before the process group.
 
-        See ``always_tear_down``.
+        See :meth:`geartrain.Run.torn_down`.
         """
         for model in self.models:
             if isinstance(model.module, Module):

@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from geartrain import Run, UsageError, seed_everything
-from geartrain.plugin_api import always_tear_down, init_process_group
 from geartrain_session.session_run import SessionRun
 
 
@@ -15,11 +14,11 @@ from geartrain_session.session_run import SessionRun
 def process_context(run: Run, local_rank: int) -> Iterator[None]:
     """Set up this process. At the end report metrics; tear down, also after an error."""
     session: Any = run.trainer
-    with always_tear_down(run, ()) as undo:
+    with run.torn_down() as undo:
         undo.append(run.hooks.teardown_device)
         run.device = run.hooks.setup_device(run=run, local_rank=local_rank)
         undo.append(run.hooks.teardown_process_group)
-        init_process_group(run)
+        run.join_processes()
         session_run = SessionRun(run)
         undo.append(session_run.release_models)
         # The batch is empty: metrics that plugins log belong to steps.

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from geartrain import UsageError
-from geartrain.plugin_api import STARTED_BY, detect
+from geartrain.plugin_api import ClusterEnvironment, detect
 from geartrain_tools.doctor.findings import Section
 
 #: Timeout in seconds of a name server, and of a connection inside this machine.
@@ -25,7 +25,9 @@ LAUNCHER = {
     "GROUP_RANK": "rank of this node; torchrun sets it",
     "MASTER_ADDR": "address of rank 0: used if this process is launched or --num-nodes is above 1",
     "MASTER_PORT": "port of rank 0: used if this process is launched or --num-nodes is above 1",
-    STARTED_BY: "PID of the rank that geartrain started: this process or an ancestor of it",
+    ClusterEnvironment.started_by: (
+        "PID of the rank that geartrain started: this process or an ancestor of it"
+    ),
     "TORCHELASTIC_RUN_ID": "torchrun started this process",
     "SLURM_PROCID": "a SLURM task: inside srun this process counts as launched",
     "OMPI_COMM_WORLD_RANK": "Open MPI started this process",

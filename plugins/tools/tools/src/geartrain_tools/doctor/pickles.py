@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from geartrain import DataModule, Module, Trainer, UsageError
-from geartrain.plugin_api import DataSource, Registry, single_loaders
+from geartrain.plugin_api import DataSource, Registry, Stage
 from geartrain_cli.arguments import Request
 from geartrain_tools.doctor.findings import Section
 
@@ -105,11 +105,7 @@ def _loaders(owners: list[Any], source: DataSource, model: Any) -> Iterator[tupl
     for owner in owners:
         owner.setup("fit")
     for stage in ("train", "validate"):
-        loaders = [
-            single_loader
-            for given in source.loaders(stage, model)
-            for single_loader in single_loaders(given)
-        ]
+        loaders = Stage(source.loaders(stage, model)).single_loaders()
         for i, loader in enumerate(loaders):
             yield source.method(stage) + (f"[{i}]" if len(loaders) > 1 else ""), loader
 

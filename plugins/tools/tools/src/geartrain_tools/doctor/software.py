@@ -16,7 +16,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion
 
 from geartrain import UsageError, __version__
-from geartrain.plugin_api import KNOWN, InstalledPlugin, Registry, select_accelerator
+from geartrain.plugin_api import KNOWN, InstalledPlugin, Registry
 from geartrain_tools.doctor.findings import Section
 
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -183,7 +183,7 @@ def accelerators(section: Section, registry: Registry, wanted: str) -> None:
 
 def _choose(section: Section, registry: Registry, wanted: str) -> dict[str, Any] | None:
     try:
-        part, passed_over = select_accelerator(registry, wanted, {}, {})
+        part, passed_over = registry.select_accelerator(wanted, {}, {})
     except UsageError as error:
         if has_torch():  # otherwise the missing torch is the reason, and it is already reported
             hint = "" if "Fix: " in str(error) else "fix the cause, or --accelerator auto"
