@@ -1,23 +1,25 @@
 """Write the reference pages from docstrings, so that code and pages agree.
 
-python docs/make_reference.py          rewrite docs/hooks.md, and the generated parts of
-                                       docs/options.md and docs/how-a-run-flows.md
+python docs/make_reference.py          rewrite docs/hooks.md and docs/plugin-api.md, and the
+                                       generated parts of docs/options.md and
+                                       docs/how-a-run-flows.md
 python docs/make_reference.py --check  exit with 1, and name the pages, if that would change a page
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import inspect
 import re
 import runpy
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from geartrain import DataModule, Module, Trainer, hookspecs
+from geartrain import DataModule, Module, Run, Trainer, hookspecs, plugin_api
 from geartrain.hooks.spelling import OVERRIDES
 
 DOCS = Path(__file__).parent
@@ -58,6 +60,44 @@ shows their order, and [Write a plugin](write-a-plugin.md) how to use them.
   before the others, then the strategy, the accelerator and core.
 
 Each `run` is the `geartrain.Run`: plan, module, device, world, counters, metrics.
+"""
+
+
+#: Sections of docs/plugin-api.md: heading -> names of geartrain.plugin_api.
+API_SECTIONS = {
+    "Plugins and plans": (
+        *("Registry", "InstalledPlugin", "PluginInfo", "LoadedPlugin", "Hooks", "Setup"),
+        *("RankProperties", "KNOWN"),
+    ),
+    "Messages and options": (
+        *("nearest", "write_instead", "user_path", "seconds", "check_attributes", "check_module"),
+    ),
+    "Files": ("replacing", "AppendedFile", "remove_abandoned"),
+    "Loaders and batches": (
+        *("DataSource", "Stage", "Shard", "with_samplers", "BatchSizer", "MappedBatches"),
+        *("close_batches", "length", "drawing_from"),
+    ),
+    "The module and its optimizers": (
+        *("StepForwarder", "overridden", "OVERRIDES", "parameters_of", "load_optimizer"),
+    ),
+    "Nested values": ("map_tensors", "map_nested", "move", "not_plain"),
+    "Metrics and loggers": (
+        *("LocalMetric", "MetricOptions", "reductions", "libraries", "experiment"),
+    ),
+    "Ranks and processes": (
+        *("RankCoordinator", "ClusterEnvironment", "detect", "START_COMMAND", "raise_on_signals"),
+    ),
+}
+
+API_INTRO = """\
+# The interface for plugins
+
+<!-- docs/make_reference.py writes this page. Edit the docstrings in core/src/geartrain instead. -->
+
+A plugin imports core only through `geartrain` and `geartrain.plugin_api`. This page lists the names
+of `geartrain.plugin_api`, and [`Run`](#run), which every hook gets. Every other name of core is
+internal, and may change without notice. [Write a plugin](write-a-plugin.md) shows how to begin,
+[the hooks](hooks.md) when a plugin is called.
 """
 
 
@@ -177,6 +217,95 @@ def hook_section(name: str, function: Any) -> str:
     lines = [f"### {name}\n", f"`{signature(name, function)}` · {kind}\n", f"{wrapped(about)}\n"]
     lines += [wrapped(f"- **{key}:** {text}", "  ") for key, text in found.items()]
     return "\n".join(lines).rstrip() + "\n"
+
+
+# --- plugin-api.md --------------------------------------------------------------------------------
+
+
+def api_page() -> str:
+    """Return docs/plugin-api.md.
+
+    Raises:
+        ValueError: ``API_SECTIONS`` has other names than ``geartrain.plugin_api``.
+    """
+    named = [name for names in API_SECTIONS.values() for name in names]
+    if sorted(named) != sorted(plugin_api.__all__):
+        other = ", ".join(sorted(set(named) ^ set(plugin_api.__all__)))
+        raise ValueError(f"API_SECTIONS of docs/make_reference.py differs in {other}")
+    parts = [API_INTRO, "- [The run](#the-run): [`Run`](#run)"]
+    for title, names in API_SECTIONS.items():
+        links = ", ".join(f"[`{name}`](#{anchor(name)})" for name in names)
+        parts.append(wrapped(f"- [{title}](#{anchor(title)}): {links}", "  "))
+    parts += ["\n## The run\n", api_section("Run", Run)]
+    for title, names in API_SECTIONS.items():
+        parts.append(f"## {title}\n")
+        parts += [api_section(name, getattr(plugin_api, name)) for name in names]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def api_section(name: str, thing: Any) -> str:
+    """Return the section of one name: its call, its docstring and, of a class, its members."""
+    is_object = not (callable(thing) or inspect.ismodule(thing))
+    about, found = (constant_comment(name), {}) if is_object else fields(thing.__doc__ or "")
+    lines = [f"### {name}\n"]
+    if callable(thing) and thing is not Run:
+        lines.append(f"{api_call(name, thing)}\n")
+    lines += [f"{wrapped(about)}\n"]
+    lines += [wrapped(f"- `{key}`: {text}", "  ") for key, text in arguments(thing).items()]
+    lines += [wrapped(f"- **{key}:** {text}", "  ") for key, text in found.items() if key != "Args"]
+    cls = thing if inspect.isclass(thing) else type(thing)
+    if cls.__module__.startswith("geartrain") and not inspect.isroutine(thing):
+        rows = list(members(cls))
+        lines += [""] * (lines[-1][:2] == "- ") + [table(("member", "meaning"), rows)] * bool(rows)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def api_call(name: str, function: Callable[..., Any]) -> str:
+    """Return a signature without types; a default that is no plain value is ``...``."""
+    shown = []
+    for p in inspect.signature(function).parameters.values():
+        stars = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
+        is_plain = p.default is None or isinstance(p.default, bool | int | float | str | tuple)
+        default = "" if p.default is p.empty else f"={p.default!r}" if is_plain else "=..."
+        if p.name not in ("self", "cls"):
+            shown.append(f"{stars}{p.name}{default}")
+    return f"`{name}({', '.join(shown)})`"
+
+
+def constant_comment(name: str) -> str:
+    """Return the comment ``#:`` above an object of ``geartrain.plugin_api``; else its docstring."""
+    tree = ast.parse(inspect.getsource(plugin_api))
+    home = next(
+        node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and any(found.name == name for found in node.names)
+    )
+    comments = dict(commented(inspect.getsource(sys.modules[str(home)]), indents=("",)))
+    cls = type(getattr(plugin_api, name))
+    return f"{comments[name]} {sentence(cls) if cls.__module__.startswith('geartrain') else ''}"
+
+
+def commented(source: str, indents: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield each name with a comment ``#:`` above it, and the comment."""
+    for indent in indents:
+        places = rf"((?:^{indent}#: .*\n)+){indent}(?:self\.)?(\w+)\b(?=[:,]? ?[\w=])"
+        for match in re.finditer(places, source, re.M):
+            yield match[2], markdown(re.sub(r"^ *#: ", "", match[1], flags=re.M))
+
+
+def members(cls: type) -> Iterator[tuple[str, str]]:
+    """Yield a class's public attributes, properties and methods, with their meaning."""
+    for name, comment in commented(inspect.getsource(cls), (" " * 4, " " * 8)):
+        if not name.startswith("_") and not callable(getattr(cls, name, None)):
+            yield f"`{name}`", comment
+    for name, member in vars(cls).items():
+        function = getattr(member, "__func__", member)
+        if name.startswith("_") or not inspect.getdoc(function):
+            continue
+        if isinstance(member, property):
+            yield f"`{name}`", sentence(member)
+        elif inspect.isfunction(function) and not hasattr(function, "geartrain_spec"):
+            yield api_call(name, function), sentence(function)
 
 
 # --- options.md -----------------------------------------------------------------------------------
@@ -321,6 +450,7 @@ def pages() -> dict[Path, str]:
     options, flow = DOCS / "options.md", DOCS / "how-a-run-flows.md"
     return {
         DOCS / "hooks.md": hooks_page(),
+        DOCS / "plugin-api.md": api_page(),
         options: options_page(options.read_text(encoding="utf-8")),
         flow: filled(flow.name, flow.read_text(encoding="utf-8"), {"rooms": rooms_table}),
     }

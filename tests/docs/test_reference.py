@@ -1,4 +1,4 @@
-"""docs/hooks.md and docs/options.md are complete and correct."""
+"""docs/hooks.md, docs/plugin-api.md and docs/options.md are complete and correct."""
 
 import importlib.util
 import inspect
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import geartrain as gt
-from geartrain import hookspecs
+from geartrain import hookspecs, plugin_api
 from geartrain.planning.registry import Registry
 from geartrain_cli.arguments import Names, build_parser
 from geartrain_tools.tuner.command import _OPTIONS
@@ -54,7 +54,7 @@ def test_writing_twice_changes_nothing(reference):
 @pytest.fixture
 def stale(reference, tmp_path, monkeypatch):
     """Return a copy of the reference with an outdated hooks.md."""
-    for name in ("options.md", "hooks.md", "how-a-run-flows.md"):
+    for name in ("options.md", "hooks.md", "plugin-api.md", "how-a-run-flows.md"):
         (tmp_path / name).write_bytes((DOCS / name).read_bytes())
     monkeypatch.setattr(reference, "DOCS", tmp_path)
     (tmp_path / "hooks.md").write_text("old")
@@ -122,6 +122,30 @@ def test_fields_keep_their_lines_together(reference):
     """)
     assert about == "Do it."
     assert fields == {"Fired": "once, or twice.", "Returns": "`None`."}
+
+
+# --- plugin-api.md --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", plugin_api.__all__)
+def test_a_name_of_plugin_api_has_a_section_with_its_purpose(name):
+    page = (DOCS / "plugin-api.md").read_text(encoding="utf-8")
+    found = re.search(rf"^### {name}\n\n(.*?)(?=^##|\Z)", page, re.S | re.M)
+    assert found, f"docs/plugin-api.md has no section '### {name}'"
+    call = re.compile(rf"`{name}\(.*\)`")
+    texts = [text.strip() for text in found[1].split("\n\n") if not call.fullmatch(text.strip())]
+    assert texts[0]
+    assert not texts[0].startswith(("|", "- "))
+
+
+def test_a_name_without_a_place_on_the_page_is_an_error(reference, monkeypatch):
+    monkeypatch.setitem(reference.API_SECTIONS, "Files", ("replacing", "remove_abandoned"))
+    with pytest.raises(ValueError, match="differs in AppendedFile"):
+        reference.api_page()
+
+
+def test_defaults_of_this_machine_are_not_on_the_page(reference):
+    assert reference.api_call("detect", plugin_api.detect) == "`detect(environ=...)`"
 
 
 # --- options.md -----------------------------------------------------------------------------------

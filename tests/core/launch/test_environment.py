@@ -7,6 +7,8 @@ import pytest
 from geartrain import UsageError
 from geartrain.launch.cluster import ClusterEnvironment, detect
 
+STARTED_BY = ClusterEnvironment.started_by
+
 
 def environ(text):
     """Return the variables of ``NAME=value`` words, as ``env`` takes them."""
@@ -29,7 +31,7 @@ def numbers(place: ClusterEnvironment) -> tuple[int, ...]:
     ("environ", "launcher", "expected", "address"),
     [
         (TORCHRUN, "torchrun", (5, 8, 1, 4, 1), "node0"),
-        ({**TORCHRUN, ClusterEnvironment.started_by: str(os.getpid())}, "geartrain", (5, 8, 1, 4, 1), "node0"),
+        ({**TORCHRUN, STARTED_BY: str(os.getpid())}, "geartrain", (5, 8, 1, 4, 1), "node0"),
         (BY_HAND, "environment", (2, 3, 2, 3, 0), "localhost"),
         ({**SECOND_NODE, "RANK": "3"}, "environment", (3, 4, 1, 2, 1), "a"),
         ({**SECOND_NODE, "LOCAL_WORLD_SIZE": "2"}, "environment", (3, 4, 1, 2, 1), "a"),
@@ -50,8 +52,8 @@ def test_places(environ, launcher, expected, address):
     [
         {},
         {"WORLD_SIZE": "4", "MASTER_ADDR": "a"},
-        {**TORCHRUN, ClusterEnvironment.started_by: str(os.getpid() + 1)},
-        {**BY_HAND, ClusterEnvironment.started_by: "1"},
+        {**TORCHRUN, STARTED_BY: str(os.getpid() + 1)},
+        {**BY_HAND, STARTED_BY: "1"},
     ],
     ids=[
         "nothing",

@@ -173,7 +173,7 @@ class BatchSizer:
 
     def __init__(self, loader: Any, warns: bool = True) -> None:
         self._loader, self._warns = loader, warns
-        #: As :func:`loader_batch_size` returns it.
+        #: Samples in one batch if the loader has the number; else ``None``.
         self.loader_batch_size = loader_batch_size(loader)
         #: Returns the samples in a batch, or ``None``. The first call replaces it by a rule.
         self.size: Callable[[Any], int | None] = self._first

@@ -40,7 +40,7 @@ class StartCommand:
         return None
 
 
-#: Of this program.
+#: The value for this program.
 START_COMMAND = StartCommand()
 
 
