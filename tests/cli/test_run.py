@@ -1,6 +1,7 @@
 """``geartrain fit``, ``validate``, ``test``, ``predict``: results, files and exit codes."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,25 @@ def left(folder):
 def weights(folder):
     """Return a function: ``weights("out")`` reads the weights that a run saved."""
     return lambda run: torch.load(folder / run / "last.ckpt", weights_only=True)["model"]
+
+
+@pytest.fixture
+def fit_bad(command, folder, capsys):
+    """Return a function that fits a module whose step raises, with ``--json``."""
+    (folder / "bad.py").write_text(
+        "from net import *\n"
+        "class Bad(Net):\n"
+        "    def training_step(self, batch, batch_idx):\n"
+        '        raise ValueError("oops")\n'
+    )
+
+    def run(arguments):
+        try:
+            return command(f"fit bad.py:Bad {arguments} --json")
+        except ValueError:
+            return SimpleNamespace(code=1, out=capsys.readouterr().out)
+
+    return run
 
 
 def same(a, b):
@@ -63,6 +83,32 @@ def test_options_of_the_target_reach_it(fit, weights):
 def test_the_file_s_data_module_is_used(fit, left):
     fit("--data.samples 12 --data.batch-size 6 --output out")
     assert left("out", "summary.json")["steps"] == 2
+
+
+def test_json_prints_the_result_alone(command, left):
+    found = command("fit net.py --max-epochs 2 --output out --json").facts
+    summary = left("out", "summary.json")
+    assert found.pop("output") == "out"
+    assert found == {name: summary[name] for name in found}
+    assert found["metrics"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "error"),
+    [
+        ("--max-epochs 0.5", 2, {"error": "UsageError", "message": "--max_epochs: expected"}),
+        ("--resume", 2, {"error": "UsageError", "fix": "fit first"}),
+        ("--max-epochs 1", 1, {"error": "ValueError", "lines": "bad.py:4: raise ValueError"}),
+    ],
+)
+def test_json_prints_an_error(fit_bad, arguments, code, error):
+    """An error in the user's step propagates, so that Python prints its traceback and exits."""
+    done = fit_bad(arguments)
+    assert done.code == code
+    facts = json.loads(done.out)
+    assert (facts["status"], facts["command"]) == ("failed", "fit")
+    for name, part in error.items():
+        assert part in str(facts[name])
 
 
 @pytest.mark.parametrize("verb", ["test", "validate"])

@@ -114,11 +114,8 @@ class RunFolder:
 
     @hookimpl
     def on_run_end(self, run: Run) -> None:
-        source = (
-            run.loop.resumed.path
-            if self._metrics is not None and run.loop.resumed is not None
-            else None
-        )
+        resumed = run.loop.resumed if self._metrics is not None else None
+        source = resumed.path if resumed else None
         if source is not None and source != self.path / LAST and source.is_file():
             # Nothing was trained: a kill came between a plugin's last checkpoint and this one.
             with replacing(self.path / LAST) as file:

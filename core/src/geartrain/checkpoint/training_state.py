@@ -169,6 +169,10 @@ class Resumed:
     #: The file's state of this rank; only a part of it if the world has another size.
     rank: dict[str, Any]
 
+    def validated_at(self, batch_idx: int) -> bool:
+        """True if the checkpoint was saved after the validation that follows ``batch_idx``."""
+        return self.validated and self.batch_idx == batch_idx
+
     def skip(self, run: Run, batches: Iterator[Any]) -> None:
         """Skip the batches that were done, and restore the state after them.
 
@@ -323,11 +327,8 @@ def _other_settings(run: Run, fit: dict[str, Any]) -> list[str]:
 
     In a world of another size rates may depend on the number of ranks, so nothing is compared.
     """
-    if (
-        run.world.rank
-        or run.loop.memory_checkpoint is not None
-        or len(fit["ranks"]) != run.world.size
-    ):
+    other_size = len(fit["ranks"]) != run.world.size
+    if run.world.rank or run.loop.memory_checkpoint is not None or other_size:
         return []
     pairs: list[tuple[str, Any, Any]] = []
     moves = _SCHEDULED if run.schedulers else frozenset()

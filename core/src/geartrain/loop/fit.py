@@ -120,9 +120,7 @@ def fit(run: Run) -> None:
         run.stage = "train"
         end_all_workers(run)  # those that persist would keep the seed that they drew
         set_random(run, before)
-    if run.loop.resumed is not None and _is_done(
-        run
-    ):  # nothing is trained; the state is of the end
+    if run.loop.resumed and _is_done(run):  # nothing is trained; the state is of the end
         run.stages["train"].set_epoch(run.epoch - 1)
         restore_random_state(run)
     else:
@@ -141,7 +139,7 @@ def fit(run: Run) -> None:
 def _is_done(run: Run) -> bool:
     """True if no epoch is left to begin or, after a resume within one, to end."""
     options = run.plan.options
-    if run.loop.resumed is not None and run.loop.resumed.batch_idx:
+    if run.loop.resumed and run.loop.resumed.batch_idx:
         return False
     at_end = run.epoch == options.max_epochs or run.step == options.max_steps
     return at_end or (run.logs.stop and _may_stop(run))
@@ -155,7 +153,7 @@ def train_epoch(run: Run) -> None:
     run.stages["train"].set_epoch(run.epoch)
     hooks.on_epoch_start(run=run)
     _train_batches(run)
-    _step_epoch_schedules(run)
+    step_schedules(run, "epoch", run.epoch + 1)  # before validation, as Lightning does
     if _validates_after_epoch(run):
         _validate(run)
     run.loop.resumed = None
@@ -180,9 +178,7 @@ def _train_batches(run: Run) -> None:
     device_batches = hooks.device_batches(run=run, loader=loader, stage="train")
     batches = run.coordinator.batches(run, device_batches, limit)
     try:
-        if (
-            run.loop.resumed is not None and run.loop.resumed.batch_idx
-        ):  # the run resumes within this epoch
+        if run.loop.resumed and run.loop.resumed.batch_idx:  # resumes within this epoch
             run.loop.resumed.skip(run, batches)
             ended = _finish_step(run, (run.batch_idx - 1) % size + 1, every)
         step, on_step_end = hooks.step, hooks.on_step_end
@@ -227,7 +223,7 @@ def _finish_step(run: Run, taken: int, every: int | None) -> bool:
     validates = validates or (flushes and _validation_time_is_up(run))
     if validates:
         if run.batch_idx == run.stages["train"].batches[0]:
-            _step_epoch_schedules(run)
+            step_schedules(run, "epoch", run.epoch + 1)
         _validate(run)
     if run.schedulers:
         step_plateaus(run, "validation" if validates else "")
@@ -250,15 +246,9 @@ def _may_stop(run: Run) -> bool:
     return False
 
 
-def _step_epoch_schedules(run: Run) -> None:
-    """Step the schedulers of epochs after the last batch, before validation, as Lightning does."""
-    step_schedules(run, "epoch", run.epoch + 1)
-
-
 def _validate(run: Run) -> None:
     """Validate, unless the run resumes from a checkpoint of the end of this validation."""
-    resumed = run.loop.resumed
-    if resumed is None or not resumed.validated or resumed.batch_idx != run.batch_idx:
+    if not (run.loop.resumed and run.loop.resumed.validated_at(run.batch_idx)):
         evaluate(run, "validate")
     run.loop.validated_at = time.monotonic()
 
@@ -301,10 +291,10 @@ def _validation_time_is_up(run: Run) -> bool:
 
     Every rank calls it in the same place. A run that resumes after such a validation knows it.
     """
-    interval, resumed = run.plan.options.val_check_interval, run.loop.resumed
+    interval = run.plan.options.val_check_interval
     if not isinstance(interval, timedelta) or not _epoch_is_due(run):
         return False
-    if resumed is not None and resumed.validated and resumed.batch_idx == run.batch_idx:
+    if run.loop.resumed and run.loop.resumed.validated_at(run.batch_idx):
         return True
     up = time.monotonic() - run.loop.validated_at >= interval.total_seconds()
     return bool(run.hooks.log_sync(run=run, values=torch.tensor([up], dtype=torch.float64)).any())

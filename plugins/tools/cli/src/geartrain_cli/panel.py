@@ -11,21 +11,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+from geartrain import GeartrainError
 
-def panel(error: BaseException, command: str, option: str) -> str:
+
+def panel(error: GeartrainError, command: str, option: str) -> str:
     """Return the text of the panel.
 
     Args:
         command: the beginning of the message.
         option: the option for the whole traceback.
     """
-    message, found, hint = str(error).rpartition(" Fix: ")
-    if "\n" in hint:  # another rank's error, with its traceback
-        message, found, hint = "", "", str(error)
-    lines, notes = _user_lines(error), getattr(error, "__notes__", [])
-    parts = [f"{command}: {message or hint}", *notes, *(f"  {line}" for line in lines)]
-    if found:
-        parts.append(f"Fix: {hint}")
+    lines, notes = user_lines(error), getattr(error, "__notes__", [])
+    parts = [f"{command}: {error.message}", *notes, *(f"  {line}" for line in lines)]
+    if error.fix:
+        parts.append(f"Fix: {error.fix}")
     if lines:
         parts.append(f"The whole traceback: {option}")
     return _printable("\n".join(parts))
@@ -36,7 +35,7 @@ def _printable(text: str) -> str:
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)
 
 
-def _user_lines(error: BaseException) -> list[str]:
+def user_lines(error: BaseException) -> list[str]:
     """Return the user's innermost line of the error and of each of its causes, each line once."""
     places: dict[tuple[str, int], None] = {}
     cause: BaseException | None = error

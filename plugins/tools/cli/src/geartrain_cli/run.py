@@ -6,14 +6,19 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from geartrain import Trainer, UsageError
 from geartrain.plugin_api import check_module
 from geartrain_cli.arguments import read_arguments
+from geartrain_cli.json_output import print_result, printed_on_stderr
 from geartrain_cli.predictions import save_predictions
 from geartrain_cli.target import Target
+
+#: Options of these commands alone -> (type, default, help).
+_OPTIONS = {"json": (bool, False, "print the result, or the error, as one JSON object")}
 
 
 def command(
@@ -26,7 +31,18 @@ def command(
 
     ``predict`` writes predictions.pt, unless a callback writes the predictions.
     """
-    request = read_arguments(name, argv, target, defaults)
+    as_json = "--json" in argv  # read here: the target may print when it is imported
+    with printed_on_stderr() if as_json else nullcontext():
+        trainer = _run(name, argv, target, defaults)
+    if as_json and trainer.is_global_zero:
+        print_result(name, trainer)
+    return trainer
+
+
+def _run(
+    name: str, argv: list[str], target: Target | None, defaults: Mapping[str, Any] | None
+) -> Trainer:
+    request = read_arguments(name, argv, target, defaults, _OPTIONS)
     check_module(request.target[0], name)
     trainer = request.trainer
     writes = any(getattr(part.plugin, "writes_predictions", False) for part in trainer.hooks.parts)
