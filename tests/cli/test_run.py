@@ -29,6 +29,8 @@ def fit_bad(command, folder, capsys):
         "class Bad(Net):\n"
         "    def training_step(self, batch, batch_idx):\n"
         '        raise ValueError("oops")\n'
+        "    def train_dataloader(self):\n"
+        "        return [0]\n"
     )
 
     def run(arguments):

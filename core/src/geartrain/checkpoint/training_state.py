@@ -164,21 +164,17 @@ class Resumed:
     path: Path | None
     #: Batches of that epoch that were done.
     batch_idx: int
-    #: True if the checkpoint was saved at the end of the validation that was due there.
-    validated: bool
     #: The file's state of this rank; only a part of it if the world has another size.
     rank: dict[str, Any]
 
-    def validated_at(self, batch_idx: int) -> bool:
-        """True if the checkpoint was saved after the validation that follows ``batch_idx``."""
-        return self.validated and self.batch_idx == batch_idx
-
-    def skip(self, run: Run, batches: Iterator[Any]) -> None:
-        """Skip the batches that were done, and restore the state after them.
+    def skip(self, run: Run, batches: Iterator[Any]) -> bool:
+        """Skip the batches that were done, and restore the state after them; False if none was.
 
         Raises:
             TrainingError: the loader has fewer.
         """
+        if not self.batch_idx:
+            return False
         run.batch_idx = sum(1 for _ in islice(batches, self.batch_idx))
         if run.batch_idx < self.batch_idx:
             raise TrainingError(
@@ -195,6 +191,7 @@ class Resumed:
                 f"training_epoch_end gets the outputs from batch {run.batch_idx} of this epoch on"
             )
             warnings.warn(f"{message}: those before are gone", stacklevel=2)
+        return True
 
 
 def restore_random_state(run: Run) -> None:
@@ -287,7 +284,8 @@ def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
     run.logs.load_state_dict(rank_state["logs"])
     batch_idx = _batches_in_this_world(run, fit)
     file = path if run.loop.memory_checkpoint is None else None
-    run.loop.resumed = Resumed(file, batch_idx, fit["validated"], rank_state)
+    run.loop.resumed = Resumed(file, batch_idx, rank_state)
+    run.loop.validated = (run.epoch, batch_idx) if fit["validated"] else None
     _load_parts(run, fit, rank_state["parts"], path)
     if others:
         hint = "start from its weights with checkpoint= (on the command line --checkpoint)"

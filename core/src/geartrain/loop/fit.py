@@ -112,7 +112,8 @@ def fit(run: Run) -> None:
     """Train until ``max_epochs``, ``max_steps`` or, after the minima, ``should_stop``."""
     hooks, options = run.hooks, run.plan.options
     hooks.on_fit_start(run=run)
-    if run.loop.resumed is None and run.stages["validate"].loaders and options.num_sanity_val_steps:
+    resumed = run.loop.resumed
+    if resumed is None and run.stages["validate"].loaders and options.num_sanity_val_steps:
         before, run.stage = random_now(run), "sanity_check"
         hooks.on_sanity_check_start(run=run)
         evaluate(run, "sanity_check")
@@ -120,27 +121,27 @@ def fit(run: Run) -> None:
         run.stage = "train"
         end_all_workers(run)  # those that persist would keep the seed that they drew
         set_random(run, before)
-    if run.loop.resumed and _is_done(run):  # nothing is trained; the state is of the end
+    within_epoch = resumed is not None and resumed.batch_idx > 0
+    if resumed is not None and not within_epoch and _is_done(run):
+        # Nothing is trained; the state is of the end.
         run.stages["train"].set_epoch(run.epoch - 1)
         restore_random_state(run)
     else:
         hooks.on_train_start(run=run)
         run.loop.validated_at = time.monotonic()
         first, began, untrained = run.epoch, run.step, _versions(run)
-        while not _is_done(run):
+        while within_epoch or not _is_done(run):
             train_epoch(run)
             if run.epoch == first and run.step > began:  # not resumed at the epoch's end
                 _warn_if_untrained(run, untrained)
-            run.epoch += 1
+            run.epoch, within_epoch = run.epoch + 1, False
         hooks.on_train_end(run=run)
     hooks.on_fit_end(run=run)
 
 
 def _is_done(run: Run) -> bool:
-    """True if no epoch is left to begin or, after a resume within one, to end."""
+    """True if no epoch is left to begin."""
     options = run.plan.options
-    if run.loop.resumed and run.loop.resumed.batch_idx:
-        return False
     at_end = run.epoch == options.max_epochs or run.step == options.max_steps
     return at_end or (run.logs.stop and _may_stop(run))
 
@@ -178,8 +179,7 @@ def _train_batches(run: Run) -> None:
     device_batches = hooks.device_batches(run=run, loader=loader, stage="train")
     batches = run.coordinator.batches(run, device_batches, limit)
     try:
-        if run.loop.resumed and run.loop.resumed.batch_idx:  # resumes within this epoch
-            run.loop.resumed.skip(run, batches)
+        if run.loop.resumed is not None and run.loop.resumed.skip(run, batches):
             ended = _finish_step(run, (run.batch_idx - 1) % size + 1, every)
         step, on_step_end = hooks.step, hooks.on_step_end
         for window in () if ended else _windows(batches, size):
@@ -247,10 +247,10 @@ def _may_stop(run: Run) -> bool:
 
 
 def _validate(run: Run) -> None:
-    """Validate, unless the run resumes from a checkpoint of the end of this validation."""
-    if not (run.loop.resumed and run.loop.resumed.validated_at(run.batch_idx)):
+    """Validate, unless that is done here, as before a checkpoint from which the run resumes."""
+    if run.loop.validated != (run.epoch, run.batch_idx):
         evaluate(run, "validate")
-    run.loop.validated_at = time.monotonic()
+    run.loop.validated, run.loop.validated_at = (run.epoch, run.batch_idx), time.monotonic()
 
 
 def _versions(run: Run) -> list[int]:
@@ -289,12 +289,12 @@ def _validates_after_epoch(run: Run) -> bool:
 def _validation_time_is_up(run: Run) -> bool:
     """True on every rank if ``val_check_interval`` is a time and has passed on one of them.
 
-    Every rank calls it in the same place. A run that resumes after such a validation knows it.
+    Every rank calls it in the same place. It stays true after the validation there.
     """
     interval = run.plan.options.val_check_interval
     if not isinstance(interval, timedelta) or not _epoch_is_due(run):
         return False
-    if run.loop.resumed and run.loop.resumed.validated_at(run.batch_idx):
+    if run.loop.validated == (run.epoch, run.batch_idx):
         return True
     up = time.monotonic() - run.loop.validated_at >= interval.total_seconds()
     return bool(run.hooks.log_sync(run=run, values=torch.tensor([up], dtype=torch.float64)).any())

@@ -74,6 +74,8 @@ class LoopState:
     batches_seen: int = 0
     #: ``time.monotonic()`` after the last validation of this ``fit``, or when training began.
     validated_at: float = 0.0
+    #: The epoch and its batches done at the last validation, also one before a checkpoint.
+    validated: tuple[int, int] | None = None
     #: The newest result of ``training_step``; ``None`` between epochs.
     step_output: Any = None
     #: True if the losses of this fit have weights; ``None`` before the first.
