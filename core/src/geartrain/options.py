@@ -15,6 +15,28 @@ from geartrain.errors.hints import hint
 #: ``max_epochs`` if neither it nor ``max_steps`` is given.
 _MAX_EPOCHS = 1000
 
+#: Whole numbers, and the least value of each.
+_LEAST = {
+    "max_epochs": -1,
+    "min_epochs": 0,
+    "max_steps": -1,
+    "min_steps": 0,
+    "reload_dataloaders_every_n_epochs": 0,
+    "check_val_every_n_epoch": 1,
+    "num_sanity_val_steps": -1,
+    "accumulate_grad_batches": 1,
+    "log_every_n_steps": 1,
+    "fast_dev_run": 0,
+    "seed": 0,
+}
+_MAY_BE_NONE = ("min_epochs", "min_steps", "check_val_every_n_epoch", "seed")
+_LIMITS = tuple(f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict"))
+_CHOICES: Mapping[str, tuple[bool | str, ...]] = {
+    "gradient_clip_algorithm": ("norm", "value"),
+    "deterministic": (True, False, "warn"),
+    **dict.fromkeys(("inference_mode", "detect_anomaly", "sync_batchnorm"), (True, False)),
+}
+
 #: Types of a time limit.
 Duration = str | float | timedelta | Mapping[str, float]
 
@@ -58,7 +80,7 @@ class Options:
         """
         options = {f.name: arguments.get(f.name, f.default) for f in fields(cls)}
         batches = options["fast_dev_run"]
-        if not isinstance(batches, int) or batches < 0:
+        if not isinstance(batches, int):
             raise UsageError(
                 f"fast_dev_run={batches!r} must be True, False or a number of batches."
             )
@@ -70,14 +92,7 @@ class Options:
             raise UsageError(f"{message}. Fix: give one of them")
         options["val_check_interval"] = _interval(options["val_check_interval"])
         if batches:
-            amounts = (
-                "max_steps",
-                "limit_train_batches",
-                "limit_val_batches",
-                "limit_test_batches",
-                "limit_predict_batches",
-            )
-            options |= dict.fromkeys(amounts, int(batches))
+            options |= dict.fromkeys(("max_steps", *_LIMITS), int(batches))
             options |= {
                 "max_epochs": 1,
                 "min_epochs": None,
@@ -92,77 +107,51 @@ class Options:
         return cls(**options)
 
     def __post_init__(self) -> None:
-        for name in (
-            "limit_train_batches",
-            "limit_val_batches",
-            "limit_test_batches",
-            "limit_predict_batches",
-        ):
-            _check_limit(name, getattr(self, name))
-        _check_limit("overfit_batches", self.overfit_batches)
+        for name, least in _LEAST.items():
+            _check_least(name, getattr(self, name), least)
+        for name in (*_LIMITS, "overfit_batches"):
+            _check_limit(name, getattr(self, name), least=0)
         if not isinstance(self.val_check_interval, timedelta):
             _check_limit("val_check_interval", self.val_check_interval, least=1)
-        if not self.val_check_interval:
-            raise UsageError(
-                f"val_check_interval={self.val_check_interval!r} never validates. "
-                "Fix: use a fraction of an epoch above 0.0, or a number of batches"
-            )
-        _check_least("max_epochs", self.max_epochs, -1)
-        _check_least("max_steps", self.max_steps, -1)
-        _check_least_and_most("epochs", self.min_epochs, self.max_epochs)
-        _check_least_and_most("steps", self.min_steps, self.max_steps)
-        _check_least("reload_dataloaders_every_n_epochs", self.reload_dataloaders_every_n_epochs, 0)
-        _check_least("num_sanity_val_steps", self.num_sanity_val_steps, -1)
-        _check_least("accumulate_grad_batches", self.accumulate_grad_batches, 1)
-        _check_least("log_every_n_steps", self.log_every_n_steps, 1)
-        _check_least("fast_dev_run", self.fast_dev_run, 0)
-        if self.check_val_every_n_epoch is not None:
-            _check_least("check_val_every_n_epoch", self.check_val_every_n_epoch, 1)
-        elif isinstance(self.val_check_interval, float):
+        for unit in ("epochs", "steps"):
+            least, most = getattr(self, f"min_{unit}"), getattr(self, f"max_{unit}")
+            if least is not None and -1 != most < least:
+                message = f"min_{unit}={least} is more than max_{unit}={most}"
+                raise UsageError(f"{message}. Fix: use a larger max_{unit}")
+        if self.check_val_every_n_epoch is None and isinstance(self.val_check_interval, float):
             raise UsageError(
                 "check_val_every_n_epoch=None counts batches across epochs. "
                 "Fix: set val_check_interval to a whole number of batches"
             )
-        if self.gradient_clip_algorithm not in ("norm", "value"):
-            raise UsageError(
-                f"gradient_clip_algorithm={self.gradient_clip_algorithm!r} is unknown. "
-                "Fix: use 'norm' or 'value'"
-            )
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if not any(value == choice and type(value) is type(choice) for choice in choices):
+                message = f"{name}={value!r} is none of its values"
+                raise UsageError(f"{message}. Fix: use {' or '.join(map(repr, choices))}")
         clip = self.gradient_clip_val
-        if clip is not None and (
-            isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0
-        ):
+        is_number = isinstance(clip, int | float) and not isinstance(clip, bool)
+        if clip is not None and not (is_number and clip > 0):
             raise UsageError(
                 f"gradient_clip_val={clip!r} must be a number above 0; None turns clipping off."
             )
-        if self.seed is not None:
-            _check_least("seed", self.seed, 0)
-            if self.seed >= 2**32:
-                raise UsageError(f"seed={self.seed!r} must be below 2**32, which is NumPy's range.")
-        if self.deterministic not in (True, False, "warn"):
-            raise UsageError(f"deterministic={self.deterministic!r}: it is True, False or 'warn'.")
-        for name in ("inference_mode", "detect_anomaly", "sync_batchnorm"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise UsageError(f"{name}={value!r}: it is True or False.")
+        if self.seed is not None and self.seed >= 2**32:
+            raise UsageError(f"seed={self.seed!r} must be below 2**32, which is NumPy's range.")
 
     def limit(self, stage: str) -> int | float | None:
         """The limit on batches in a stage: a number, a fraction of the loader, or ``None``."""
         if stage == "sanity_check":
             steps = self.num_sanity_val_steps
             return None if steps == -1 else steps
-        limits = {
-            "train": self.limit_train_batches,
-            "validate": self.limit_val_batches,
-            "test": self.limit_test_batches,
-            "predict": self.limit_predict_batches,
-        }
-        limit = limits[stage]
+        limit: int | float | None
+        limit = getattr(self, f"limit_{'val' if stage == 'validate' else stage}_batches")
         if limit is None and stage in ("train", "validate"):
             limit = self.overfit_batches or None
         return limit
 
 
 def _check_least(name: str, value: Any, least: int) -> None:
+    if value is None and name in _MAY_BE_NONE:
+        return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UsageError(f"{name}={value!r} must be a whole number, at least {least}.")
 
@@ -185,33 +174,15 @@ def _interval(given: Any) -> Any:
     return given
 
 
-def _check_least_and_most(unit: str, least: Any, most: int) -> None:
-    if least is None:
+def _check_limit(name: str, value: Any, least: int) -> None:
+    if value is None and least == 0:
         return
-    _check_least(f"min_{unit}", least, 0)
-    if most != -1 and least > most:
+    is_number = not isinstance(value, bool) and isinstance(value, int) and value >= least
+    is_fraction = isinstance(value, float) and 0.0 <= value <= 1.0 and (value > 0 or not least)
+    if not (is_number or is_fraction):
         raise UsageError(
-            f"min_{unit}={least} is more than max_{unit}={most}. Fix: use a larger max_{unit}"
-        )
-
-
-def _check_limit(name: str, value: Any, least: int = 0) -> None:
-    if value is None:
-        return
-    if isinstance(value, float) and not 0.0 <= value <= 1.0:
-        raise UsageError(
-            f"{name}={value!r}: a fraction is between 0.0 and 1.0. "
-            "Fix: use such a fraction, or a whole number of batches"
-        )
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or value < 0
-        or (isinstance(value, int) and value < least)
-    ):
-        raise UsageError(
-            f"{name}={value!r} must be a number of batches (at least {least}) "
-            "or a fraction between 0.0 and 1.0."
+            f"{name}={value!r} must be a number of batches (at least {least}) or a fraction "
+            f"{'above' if least else 'from'} 0.0 to 1.0."
         )
 
 

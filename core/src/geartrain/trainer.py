@@ -31,7 +31,6 @@ from geartrain.hooks.spelling import warn_of_others
 from geartrain.loop.run import Run
 from geartrain.loop.step_forwarder import check_data, check_module
 from geartrain.loop.worker import work
-from geartrain.loop.wrapped_module import as_module
 from geartrain.module.module import DataModule, Module, overridden
 from geartrain.options import refuse_unknown
 from geartrain.plan import Plan
@@ -343,7 +342,7 @@ class Trainer(RankProperties):
     ) -> Any:
         if model is None and command != "fit":
             model, datamodule, checkpoint = self._as_before(command, given, datamodule, checkpoint)
-        model = as_module(command, model, loss, optimizer)
+        model = _as_module(command, model, loss, optimizer)
         for stage, loaders in list(given.items()):
             if isinstance(loaders, DataModule):
                 if datamodule is not None:
@@ -527,6 +526,20 @@ class Trainer(RankProperties):
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
         self.run.should_stop = value
+
+
+def _as_module(command: str, model: Any, loss: Any, optimizer: Any) -> Any:
+    """Return a Module as it is; geartrain-callbacks makes one of another ``nn.Module``."""
+    if isinstance(model, type):
+        raise UsageError(f"{model.__name__} is a class. Fix: {command}({model.__name__}(...), ...)")
+    is_plain = isinstance(model, nn.Module) and not isinstance(model, Module)
+    if is_plain or loss is not None or optimizer is not None:
+        wanted = f"{command} of {type(model).__name__}, which is no geartrain.Module,"
+        wrapping = import_from("geartrain_callbacks.wrapped_module", wanted)
+        return wrapping.as_module(command, model, loss, optimizer)
+    if isinstance(model, Module):
+        vars(model).pop("_compile_with", None)
+    return model
 
 
 def _view() -> Any:

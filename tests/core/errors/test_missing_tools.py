@@ -5,6 +5,7 @@ import re
 import sys
 
 import pytest
+import torch
 from command_line import distribution_of
 from small_models import Net, loader  # before ``alone``: it needs geartrain.parallel
 
@@ -94,6 +95,12 @@ def test_loaders_that_need_a_combined_loader(alone):
     message = r"CombinedLoader, for a dict to train on, is not .* pip install geartrain-callbacks$"
     with pytest.raises(gt.UsageError, match=message):
         gt.Trainer(accelerator="cpu").fit(Net(), {"a": loader(), "b": loader()})
+
+
+def test_a_model_that_is_no_module_of_geartrain(alone):
+    message = r"^fit of Linear, which is no geartrain.Module, .* pip install geartrain-callbacks$"
+    with pytest.raises(gt.UsageError, match=message):
+        gt.Trainer(accelerator="cpu").fit(torch.nn.Linear(3, 1), loader(), loss=sum, optimizer=sum)
 
 
 def test_the_command_line(no_command_line, capsys):

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from geartrain.errors import TrainingError, UsageError
-from geartrain.loop.optimizers import parameters_of
-from geartrain.module.module import Module
+from geartrain import Module, TrainingError, UsageError
+from geartrain.plugin_api import parameters_of
 
 
 class WrappedModule(Module):
@@ -94,21 +93,17 @@ def _parts(batch: Any) -> tuple[Iterable[Any] | Mapping[str, Any], Any]:
 
 
 def as_module(command: str, model: Any, loss: Any, optimizer: Any) -> Any:
-    """Return a geartrain Module as it is, and a plain ``nn.Module`` as a :class:`WrappedModule`.
+    """Return a plain ``nn.Module`` as a :class:`WrappedModule`.
 
     Of ``torch.compile(module)`` return the Module, which the plugin ``compile`` then compiles.
 
     Raises:
         UsageError: an argument is missing, not needed, or of the wrong kind.
     """
-    if isinstance(model, type):
-        raise UsageError(f"{model.__name__} is a class. Fix: {command}({model.__name__}(...), ...)")
     compiled = getattr(model, "_orig_mod", None)  # of the result of torch.compile
     if isinstance(compiled, Module):
         vars(compiled)["_compile_with"] = model.dynamo_ctx  # for the plugin compile
         model = compiled
-    elif isinstance(model, Module):
-        vars(model).pop("_compile_with", None)
     if isinstance(model, WrappedModule) and loss is not None:
         model = model.model  # of the trainer's last run
     if isinstance(model, Module) or not isinstance(model, nn.Module):
