@@ -103,6 +103,12 @@ def test_a_model_that_is_no_module_of_geartrain(alone):
         gt.Trainer(accelerator="cpu").fit(torch.nn.Linear(3, 1), loader(), loss=sum, optimizer=sum)
 
 
+def test_a_plugin_in_a_file(no_command_line):
+    message = r"^the reader of plugins in files, my.py, is not .* pip install geartrain-cli$"
+    with pytest.raises(gt.UsageError, match=message):
+        gt.Trainer(accelerator="cpu", plugins=["my.py"])
+
+
 def test_the_command_line(no_command_line, capsys):
     assert main(["fit", "net.py"]) == 2
     assert (

@@ -41,9 +41,3 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if match:
         return f"Did you mean {next(n for n in names if n.lower() == match[0])!r}?"
     return f"Known: {', '.join(names)}." if names else "None is defined."
-
-
-def describe(error: BaseException) -> str:
-    """Return an error and its causes: ``RuntimeError: no data, because of KeyError: 'x'``."""
-    text, cause = f"{type(error).__name__}: {error}", error.__cause__
-    return f"{text}, because of {describe(cause)}" if cause is not None else text

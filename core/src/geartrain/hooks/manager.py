@@ -163,6 +163,12 @@ class Hooks:
 
         def __getattr__(self, name: str) -> Any: ...  # a hook of a plugin's own hookspecs
 
+    @staticmethod
+    def has_hookimpls(thing: Any) -> bool:
+        """True if a class, an object or a module has something marked with ``@hookimpl``."""
+        found = (getattr(thing, name, None) for name in dir(thing))
+        return any(inspect.isroutine(item) and hasattr(item, "geartrain_impl") for item in found)
+
     @property
     def names(self) -> list[str]:
         """Every hook's name, in the order of the hookspecs."""

@@ -126,7 +126,6 @@ class MetricStore:
         self,
         name: str,
         value: Any,
-        *,
         prog_bar: bool = False,
         logger: bool = True,
         on_step: bool | None = None,

@@ -21,15 +21,6 @@ if TYPE_CHECKING:
     from geartrain.trainer import Trainer
 
 
-#: Methods of manual optimisation -> the method of ``run.loop.manual`` that they call.
-_DONE_BY = {
-    "manual_backward": "manual_backward",
-    "clip_gradients": "clip",
-    "toggle_optimizer": "toggle",
-    "untoggle_optimizer": "untoggle",
-}
-
-
 class NotAttached(RuntimeError, AttributeError):
     """``module.trainer`` of a module that no trainer runs or ran."""
 
@@ -178,19 +169,8 @@ class Module(HyperparametersMixin, nn.Module):
         """
         if self._run is None:
             raise RuntimeError(f"self.log({name!r}) works only while a Trainer runs this module")
-        self._run.logs.log(
-            name,
-            value,
-            prog_bar=prog_bar,
-            logger=logger,
-            on_step=on_step,
-            on_epoch=on_epoch,
-            reduce_fx=reduce_fx,
-            sync_dist=sync_dist,
-            rank_zero_only=rank_zero_only,
-            batch_size=batch_size,
-            add_dataloader_idx=add_dataloader_idx,
-        )
+        options = (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, rank_zero_only)
+        self._run.logs.log(name, value, *options, batch_size, add_dataloader_idx)
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
         """Log several values with the options of :meth:`log`.
@@ -298,7 +278,7 @@ class Module(HyperparametersMixin, nn.Module):
             TrainingError: optimisation is automatic, the loss has no backward, or the backward of a
                 strategy takes no options.
         """
-        self._manual("manual_backward").manual_backward(loss, options)
+        self._manual("manual_backward", "manual_backward")(loss, options)
 
     def clip_gradients(
         self,
@@ -323,7 +303,7 @@ class Module(HyperparametersMixin, nn.Module):
             TrainingError: in automatic optimisation outside ``configure_gradient_clipping``, or a
                 wrong argument.
         """
-        norm: torch.Tensor | None = self._manual("clip_gradients").clip(
+        norm: torch.Tensor | None = self._manual("clip_gradients", "clip")(
             optimizer, gradient_clip_val, gradient_clip_algorithm or "norm"
         )
         return norm
@@ -334,7 +314,7 @@ class Module(HyperparametersMixin, nn.Module):
         Raises:
             TrainingError: optimisation is automatic, or one is toggled already.
         """
-        self._manual("toggle_optimizer").toggle(optimizer)
+        self._manual("toggle_optimizer", "toggle")(optimizer)
 
     def untoggle_optimizer(self, optimizer: Optimizer) -> None:
         """Give every parameter the ``requires_grad`` that it had before :meth:`toggle_optimizer`.
@@ -342,7 +322,7 @@ class Module(HyperparametersMixin, nn.Module):
         Raises:
             TrainingError: optimisation is automatic, or this optimizer is not toggled.
         """
-        self._manual("untoggle_optimizer").untoggle(optimizer)
+        self._manual("untoggle_optimizer", "untoggle")(optimizer)
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Optimizer) -> Iterator[None]:
@@ -353,24 +333,14 @@ class Module(HyperparametersMixin, nn.Module):
         finally:
             self.untoggle_optimizer(optimizer)
 
-    def _manual(self, method: str) -> Any:
-        run, name = self._run, type(self).__name__
-        if run is not None and hasattr(run.loop.manual, _DONE_BY[method]):  # from on_fit_start on
-            return run.loop.manual
+    def _manual(self, method: str, name: str) -> Any:
+        """Return the function of geartrain-callbacks for a method of manual optimisation."""
+        answer = getattr(self._run.loop.manual, name, None) if self._run is not None else None
+        if answer is not None:  # from on_fit_start on
+            return answer
         self._refuse_in_own_loop(method)
-        if self.automatic_optimization and method == "clip_gradients":
-            raise TrainingError(
-                f"{name} calls self.clip_gradients outside configure_gradient_clipping, and its "
-                "automatic_optimization is True. Fix: call it in configure_gradient_clipping"
-            )
-        if self.automatic_optimization:
-            raise TrainingError(
-                f"{name} calls self.{method}, and its automatic_optimization is True: the loop "
-                "does backward and steps itself. Fix: automatic_optimization = False in __init__, "
-                "or return the loss from training_step"
-            )
-        message = "which works only in fit, from on_fit_start on"
-        raise TrainingError(f"{name} calls self.{method}, {message}")
+        refusals = import_from("geartrain_callbacks.manual.refusals", f"self.{method}")
+        raise refusals.refusal(self, method)
 
     def _refuse_in_own_loop(self, method: str) -> None:
         if self._run is not None and self._run.mode == "session":
@@ -565,45 +535,13 @@ class Module(HyperparametersMixin, nn.Module):
     ) -> None:
         """After each batch."""
 
-    def on_test_start(self) -> None:
-        """Before the stage."""
-
-    def on_test_end(self) -> None:
-        """After the stage, when its metrics are known."""
-
-    def on_test_epoch_start(self) -> None:
-        """Before the stage's first batch."""
-
-    def on_test_epoch_end(self) -> None:
-        """After the stage's last batch; values logged here are the epoch's metrics."""
-
-    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Before each batch."""
-
-    def on_test_batch_end(
-        self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """After each batch."""
-
-    def on_predict_start(self) -> None:
-        """Before the stage."""
-
-    def on_predict_end(self) -> None:
-        """After the stage."""
-
-    def on_predict_epoch_start(self) -> None:
-        """Before the stage's first batch."""
-
-    def on_predict_epoch_end(self) -> None:
-        """After the stage's last batch."""
-
-    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Before each batch."""
-
-    def on_predict_batch_end(
-        self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """After each batch."""
+    # The same for the other evaluations.
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
+    on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
+    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add tensors and plain values to a checkpoint before it is written."""

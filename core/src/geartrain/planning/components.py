@@ -26,7 +26,6 @@ from geartrain.launch.cluster import ClusterEnvironment, detect
 from geartrain.module.module import overridden
 from geartrain.options import Options
 from geartrain.plan import Plan, check_joins, make_plan
-from geartrain.planning.plugin_files import file_plugin, has_hookimpls
 from geartrain.planning.registry import Registry, make
 from geartrain.planning.selection import select_devices, select_precision, select_strategy
 
@@ -312,8 +311,8 @@ def plugin_parts(
     for plugin in given:
         if not isinstance(plugin, str):
             parts.append(registry.adopt("plugin", plugin, "given as an object"))
-        elif (of_file := file_plugin(plugin)) is not None:
-            name, found = of_file
+        elif plugin.partition(":")[0].endswith(".py"):
+            name, found = _read_file(plugin)
             given_options = remaining.pop(name, {})
             if given_options and not isinstance(found, type):
                 message = f"{plugin} is a file of functions and takes no options"
@@ -341,8 +340,15 @@ def plugin_parts(
     return parts
 
 
+def _read_file(plugin: str) -> tuple[str, Any]:
+    """Return the name and the class, or the module, of ``my_hooks.py`` or ``my_hooks.py:Class``."""
+    files = import_from("geartrain_cli.plugin_files", f"the reader of plugins in files, {plugin},")
+    read: tuple[str, Any] = files.file_plugin(plugin)
+    return read
+
+
 def _of_file(plugin: str, options: Mapping[str, Any]) -> Any:
-    found: Any = (file_plugin(plugin) or ("", None))[1]
+    _, found = _read_file(plugin)
     made = make(found, plugin, options) if isinstance(found, type) else found
     return made.as_plugin() if hasattr(made, "as_plugin") else made
 
@@ -372,7 +378,7 @@ def _callback_part(registry: Registry, callback: Any) -> LoadedPlugin:
             hint = f"pip install geartrain-callbacks, and {hint}"
         if adapter is not None:
             return LoadedPlugin(PluginInfo(name, "plugin", None, None, reason), adapter)
-        if has_hookimpls(callback):
+        if Hooks.has_hookimpls(callback):
             return registry.adopt("plugin", callback, reason)
     raise UsageError(f"callbacks={callback!r}: it is no callback. Fix: {hint}")
 

@@ -25,7 +25,6 @@ from geartrain.errors.known import KNOWN
 from geartrain.hooks.plugin_info import GROUPS, LoadedPlugin, PluginInfo
 from geartrain.hookspecs import CONTRACT, CONTRACT_CHANGES
 from geartrain.planning.hardware import isolated, priority_of, reason_unusable, visible_devices
-from geartrain.planning.plugin_files import file_plugin, load_file
 
 #: The accelerators that ``accelerator="gpu"`` may select.
 _GPUS = ("cuda", "mps")
@@ -93,8 +92,6 @@ class Registry:
 
     #: Returns the entry points of a group, for plugins that have plugins.
     entry_points = staticmethod(entry_points)
-    #: Imports a Python file; and finds the plugin in one.
-    load_file, file_plugin = staticmethod(load_file), staticmethod(file_plugin)
 
     def __init__(self, block: Iterable[str] = ()) -> None:
         found, self.block = _installed(), tuple(block)

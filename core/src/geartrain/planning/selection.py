@@ -7,11 +7,11 @@ from typing import Any
 
 from geartrain.errors import UsageError
 from geartrain.errors.known import KNOWN
+from geartrain.hooks.manager import Hooks
 from geartrain.hooks.plugin_info import LoadedPlugin
 from geartrain.launch.cluster import detect
 from geartrain.launch.rerun_command import START_COMMAND
 from geartrain.planning.devices import parse_devices
-from geartrain.planning.plugin_files import has_hookimpls
 from geartrain.planning.registry import Registry
 
 #: Short forms of precisions, as in Lightning: ``16`` is mixed, because float16 weights train badly.
@@ -102,7 +102,7 @@ def select_precision(registry: Registry, given: Any) -> LoadedPlugin:
     Raises:
         UsageError: nothing installed has that name, or the object has no hookimpls.
     """
-    if has_hookimpls(given):
+    if Hooks.has_hookimpls(given):
         return registry.adopt("precision", given, "given as an object")
     name = _PRECISIONS.get(str(given).lower(), str(given))
     known, lower = [candidate.name for candidate in registry.of("precision")], name.lower()

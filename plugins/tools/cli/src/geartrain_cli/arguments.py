@@ -26,6 +26,7 @@ from geartrain.plugin_api import (
     user_path,
     write_instead,
 )
+from geartrain_cli.plugin_files import file_plugin
 from geartrain_cli.target import Target, find_target
 
 #: Options that may be given several times -> the key that holds their list.
@@ -408,7 +409,7 @@ def _add_chosen(parser: ArgumentParser, names: Names, registry: Registry) -> dic
                     )
     groups: dict[str, str] = {}
     for plugin in names.repeated["plugins"]:
-        if (of_file := Registry.file_plugin(plugin)) is not None:
+        if (of_file := file_plugin(plugin)) is not None:
             name, found = of_file
         else:
             name, found = plugin, registry.load(registry.find("plugin", plugin))
@@ -508,7 +509,7 @@ def _unknown_option(name: str, parser: ArgumentParser, names: Names) -> str:
         kind = group.removesuffix("_options")
         chosen = names.chosen.get(kind, "auto")
         if any(
-            (of_file := Registry.file_plugin(plugin)) is not None and of_file[0] == group
+            (of_file := file_plugin(plugin)) is not None and of_file[0] == group
             for plugin in names.repeated["plugins"]
         ):
             return (

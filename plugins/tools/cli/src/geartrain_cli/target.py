@@ -9,7 +9,8 @@ from pathlib import Path
 from types import ModuleType
 
 from geartrain import DataModule, Module, UsageError
-from geartrain.plugin_api import Registry, nearest
+from geartrain.plugin_api import nearest
+from geartrain_cli.plugin_files import describe, load_file
 
 Target = tuple[type[Module], type[DataModule] | None]
 
@@ -25,7 +26,7 @@ def find_target(target: str) -> Target:
     """
     place, _, wanted = target.partition(":")
     if place.endswith(".py"):
-        module = Registry.load_file(Path(place).expanduser())
+        module = load_file(Path(place).expanduser())
     elif "/" in place or Path(place).is_dir():
         raise UsageError(
             f"TARGET {target!r} is not a Python file. "
@@ -65,9 +66,7 @@ def _import(name: str) -> ModuleType:
         if isinstance(error, KeyboardInterrupt):
             raise
         hint = f" (a file? {name}.py)" if Path(f"{name}.py").is_file() else ""
-        reason, cause = f"{type(error).__name__}: {error}", error.__cause__
-        while cause is not None:
-            reason, cause = f"{reason}, because of {type(cause).__name__}: {cause}", cause.__cause__
+        reason = describe(error)
         raise UsageError(f"TARGET {name!r} could not be imported: {reason}{hint}") from error
 
 

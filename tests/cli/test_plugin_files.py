@@ -6,7 +6,7 @@ import pytest
 from small_models import fit
 
 from geartrain import UsageError
-from geartrain.planning.plugin_files import file_plugin, load_file
+from geartrain_cli.plugin_files import file_plugin, load_file
 
 FUNCTIONS = """
 from geartrain import hookimpl

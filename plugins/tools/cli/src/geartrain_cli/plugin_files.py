@@ -9,7 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from geartrain.errors import UsageError, describe, nearest
+from geartrain import UsageError
+from geartrain.plugin_api import Hooks, nearest
 
 
 def load_file(path: Path, name: str | None = None) -> ModuleType:
@@ -51,6 +52,12 @@ def load_file(path: Path, name: str | None = None) -> ModuleType:
     return module
 
 
+def describe(error: BaseException) -> str:
+    """Return an error and its causes: ``RuntimeError: no data, because of KeyError: 'x'``."""
+    text, cause = f"{type(error).__name__}: {error}", error.__cause__
+    return f"{text}, because of {describe(cause)}" if cause is not None else text
+
+
 def file_plugin(spec: str) -> tuple[str, Any] | None:
     """Return the plugin in a file: its one plugin class, or the module if it has functions.
 
@@ -75,13 +82,13 @@ def file_plugin(spec: str) -> tuple[str, Any] | None:
         for name, cls in vars(module).items()
         if inspect.isclass(cls)
         and cls.__module__ == module.__name__
-        and (has_hookimpls(cls) or hasattr(cls, "as_plugin"))
+        and (Hooks.has_hookimpls(cls) or hasattr(cls, "as_plugin"))
     }
     if wanted:
         if wanted not in classes:
             raise UsageError(f"{file} has no plugin class {wanted!r}. {nearest(wanted, classes)}")
         return wanted, classes[wanted]
-    if has_hookimpls(module):
+    if Hooks.has_hookimpls(module):
         if classes:
             message = f"{file} marks functions and classes with @hookimpl"
             raise UsageError(f"{message}. Fix: name one: {file}:{next(iter(classes))}")
@@ -93,9 +100,3 @@ def file_plugin(spec: str) -> tuple[str, Any] | None:
         names = " or ".join(f"{file}:{name}" for name in classes)
         raise UsageError(f"{file} has several plugins. Fix: name one: {names}")
     return module.__name__, next(iter(classes.values()))
-
-
-def has_hookimpls(thing: Any) -> bool:
-    """True if a class, an object or a module has something marked with ``@hookimpl``."""
-    found = (getattr(thing, name, None) for name in dir(thing))
-    return any(inspect.isroutine(item) and hasattr(item, "geartrain_impl") for item in found)
