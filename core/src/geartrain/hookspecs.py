@@ -167,7 +167,7 @@ def load_checkpoint(run: Run, path: Path) -> dict[str, Any]:
         Session in each ``session.load``.
     Arguments: ``path`` of the file.
     Returns: the ``state`` that ``save_checkpoint`` got.
-    Default: compares the file with its digest, then calls
+    Default: compares the file with its checksums, then calls
         ``torch.load(path, map_location="cpu", weights_only=True)``.
     """
 
@@ -332,7 +332,7 @@ def save_checkpoint(run: Run, state: dict[str, Any], path: Path) -> None:
     Arguments: ``state`` holds tensors and plain values, on rank 0 those of all ranks. If a plugin
         owns this hook, ``state["saved_by"]`` names the plugin, and a run without it refuses the
         checkpoint. ``path`` of the file.
-    Default: rank 0 writes a temporary file with ``torch.save``, appends a digest, and renames it.
+    Default: rank 0 writes a temporary file with ``torch.save``, and renames it.
     """
 
 
