@@ -33,7 +33,8 @@ def write(state: dict[str, Any], path: Path) -> None:
     done = [str(fit.get(name, "")) for name in ("epoch", "step", "batch_idx")]
     comment = " ".join([_MARK, *done]).encode()
     with replacing(path) as file:
-        with config.patch("save.compute_crc32", True):  # the program may have turned them off
+        # The program may have turned checksums off.
+        with config.patch("save.compute_crc32", True):  # type: ignore[attr-defined]
             torch.save(state, file)
         file.seek(-2, os.SEEK_END)  # the length of the comment, which torch leaves empty
         file.write(len(comment).to_bytes(2, "little") + comment)

@@ -9,45 +9,9 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 from geartrain.data.loaders import count_batches, length, share_temporary_folder, single_loaders
-
-
-class Shard(Sampler[Any]):
-    """One rank's items of another sampler; geartrain-parallel's subclasses select them.
-
-    Args:
-        sampler: gives the same items in the same order on every rank.
-        rank: this rank, from 0.
-        size: the number of ranks.
-        even: True if each rank gets equally many items (training). Otherwise no item comes twice
-            (evaluation), and ranks differ by one at most.
-        seed: of the order; the same on every rank.
-    """
-
-    def __init__(self, sampler: Any, rank: int, size: int, even: bool, seed: int) -> None:
-        self.sampler, self.rank, self.size = sampler, rank, size
-        self.even, self.seed, self.epoch = even, seed, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, and so the order, which is the same on every rank."""
-        self.epoch = epoch
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(epoch)
-
-    @staticmethod
-    def in_turn(loader: Any) -> Shard | None:
-        """Return the Shard that gives ranks whole evaluation batches in turn, if there is one."""
-        batches = getattr(loader, "batch_sampler", None)
-        shard = getattr(loader, "sampler", None) if batches is None else batches
-        return shard if isinstance(shard, Shard) and not shard.even else None
-
-    @property
-    def empty(self) -> bool:
-        """True if this rank has no item and another rank has one."""
-        total = length(self.sampler)
-        return total is not None and 0 < total <= self.rank
 
 
 @dataclass(slots=True)
@@ -82,6 +46,13 @@ class Stage:
         counts = [_batches(loader, limit, name) for loader in loaders]
         return cls(loaders, counts, counts)
 
+    @staticmethod
+    def in_turn(loader: Any) -> Any:
+        """Return the sampler that gives ranks whole evaluation batches in turn, if there is one."""
+        batches = getattr(loader, "batch_sampler", None)
+        sampler = getattr(loader, "sampler", None) if batches is None else batches
+        return None if getattr(sampler, "even", True) else sampler
+
     def __reduce__(self) -> tuple[Any, ...]:
         # Loaders stay in their process.
         return Stage, ([], self.batches, self.max_batches, self.lengths_unknown)
@@ -109,13 +80,13 @@ class Stage:
 
     def seeds(self) -> list[list[int]]:
         """Return the seeds of the order of each loader that is sharded."""
-        return [[shard.seed for shard in _shards(loader)] for loader in self.loaders]
+        return [[shard.order_seed for shard in _shards(loader)] for loader in self.loaders]
 
     def set_seeds(self, seeds: list[list[int]]) -> None:
         """Give sharded loaders the order of others; change none that is or was not sharded."""
         for loader, numbers in zip(self.loaders, seeds, strict=False):
             for shard, number in zip(_shards(loader), numbers, strict=False):
-                shard.seed = number
+                shard.order_seed = number
 
 
 def _samplers(loader: Any) -> list[Any]:
@@ -131,13 +102,14 @@ def _samplers(loader: Any) -> list[Any]:
     return list({id(sampler): sampler for sampler in found if sampler is not None}.values())
 
 
-def _shards(loader: Any) -> list[Shard]:
-    return [sampler for sampler in _samplers(loader) if isinstance(sampler, Shard)]
+def _shards(loader: Any) -> list[Any]:
+    """Return the samplers that give this rank its part: ``StridedShard`` of geartrain-parallel."""
+    return [sampler for sampler in _samplers(loader) if hasattr(sampler, "order_seed")]
 
 
 def _batches(loader: Any, limit: int | float | None, stage: str) -> int | None:
     """Return the batches of this rank's loader that are used."""
-    in_turn = Shard.in_turn(loader) if stage == "predict" else None
+    in_turn = Stage.in_turn(loader) if stage == "predict" else None
     if in_turn is not None:
         total = count_batches(loader, limit, stage, length(in_turn.sampler))
         return None if total is None else len(range(in_turn.rank, total, in_turn.size))

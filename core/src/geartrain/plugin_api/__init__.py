@@ -31,7 +31,7 @@ __all__ = [  # noqa: F405
     "KNOWN", "OVERRIDES", "START_COMMAND", "AppendedFile", "BatchSizer", "ClusterEnvironment",
     "DataSource", "Hooks", "InstalledPlugin", "LoadedPlugin", "LocalMetric", "MappedBatches",
     "MetricOptions", "PluginInfo", "RankCoordinator", "RankProperties", "Registry", "Setup",
-    "Shard", "Stage", "StepForwarder", "check_attributes", "check_module", "close_batches",
+    "Stage", "StepForwarder", "check_attributes", "check_module", "close_batches",
     "detect", "drawing_from", "experiment", "length", "libraries", "load_optimizer", "map_nested",
     "map_tensors", "move", "nearest", "not_plain", "overridden", "parameters_of",
     "raise_on_signals", "reductions", "remove_abandoned", "replacing", "seconds", "user_path",

@@ -4,7 +4,7 @@ from geartrain.checkpoint.training_state import load_optimizer
 from geartrain.data.loaders import BatchSizer, MappedBatches, close_batches, length
 from geartrain.data.seeding import drawing_from
 from geartrain.data.sources import DataSource
-from geartrain.data.stage import Shard, Stage, with_samplers
+from geartrain.data.stage import Stage, with_samplers
 from geartrain.launch.signals import raise_on_signals
 from geartrain.loop.optimizers import parameters_of
 from geartrain.loop.ranks import RankCoordinator

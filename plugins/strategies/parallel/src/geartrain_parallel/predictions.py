@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from geartrain import Run, TrainingError
-from geartrain.plugin_api import Shard, map_tensors
+from geartrain.plugin_api import Stage, map_tensors
 
 #: Bytes of outputs per broadcast: all outputs of a rank may not fit into a device's free memory.
 _CHUNK = 64 * 2**20
@@ -38,7 +38,7 @@ def from_all_ranks(run: Run, mine: list[Any], loader: Any) -> list[Any]:
             )
             if chunks is None:
                 outputs += map(pickle.loads, chunk)
-    if Shard.in_turn(loader) is None:
+    if Stage.in_turn(loader) is None:
         return list(chain(*ranks))
     return [
         output

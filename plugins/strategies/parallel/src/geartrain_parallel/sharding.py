@@ -10,20 +10,44 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from geartrain.plugin_api import Shard, Stage, drawing_from, length, with_samplers
+from geartrain.plugin_api import Stage, drawing_from, length, with_samplers
 
 if TYPE_CHECKING:
     from geartrain import Run
 
 
-class StridedShard(Shard):
+class StridedShard(Sampler[Any]):
     """Every ``size``-th item of another sampler, starting with the item ``rank``.
 
-    Random samplers are seeded, so that all ranks see the same order. If ``even``, ranks get equally
-    many items: a sampler that is too short starts again.
+    Random samplers are seeded, so that all ranks see the same order.
+
+    Args:
+        sampler: gives the same items in the same order on every rank.
+        rank: this rank, from 0.
+        size: the number of ranks.
+        even: True if each rank gets equally many items (training): a sampler that is too short
+            starts again. Otherwise no item comes twice (evaluation), and ranks differ by one at
+            most.
+        seed: of the order; the same on every rank.
     """
+
+    def __init__(self, sampler: Any, rank: int, size: int, even: bool, seed: int) -> None:
+        self.sampler, self.rank, self.size = sampler, rank, size
+        self.even, self.order_seed, self.epoch = even, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, and so the order, which is the same on every rank."""
+        self.epoch = epoch
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+    @property
+    def empty(self) -> bool:
+        """True if this rank has no item and another rank has one."""
+        total = length(self.sampler)
+        return total is not None and 0 < total <= self.rank
 
     def __len__(self) -> int:
         total = len(self.sampler)
@@ -37,7 +61,7 @@ class StridedShard(Shard):
     def _all(self) -> Iterable[Any]:
         if length(self.sampler) is None:
             return self.sampler  # type: ignore[no-any-return]
-        seed = self.seed + self.epoch
+        seed = self.order_seed + self.epoch
         # A batch sampler draws from the sampler inside it.
         drawn_from: list[Any] = [self.sampler, getattr(self.sampler, "sampler", None)]
         drawn_from = [sampler for sampler in drawn_from if _has_generator(sampler)]
