@@ -3,6 +3,7 @@
 import pytest
 
 from geartrain.plugin_api import detect
+from geartrain_parallel.nodes import with_address
 
 HOROVODRUN = {
     "HOROVOD_RANK": "3",
@@ -23,19 +24,27 @@ def numbers(place):
 @pytest.mark.parametrize(
     ("changes", "expected", "address"),
     [
-        ({}, (3, 4, 1, 2, 1), None),
         ({"HOROVOD_LOCAL_SIZE": "4", "HOROVOD_CROSS_RANK": "0"}, (3, 4, 1, 4, 0), "127.0.0.1"),
         ({"MASTER_ADDR": "a", "MASTER_PORT": "1"}, (3, 4, 1, 2, 1), "a"),
     ],
-    ids=["two nodes", "one node", "an address"],
+    ids=["one node", "an address"],
 )
 def test_places(changes, expected, address):
-    place = detect({**HOROVODRUN, **changes})
+    environ = {**HOROVODRUN, **changes}
+    place = with_address(detect(environ), environ)
     assert (place.launcher, numbers(place), place.master_addr) == ("horovodrun", expected, address)
+
+
+def test_ranks_on_several_nodes_need_no_address():
+    assert numbers(detect(HOROVODRUN)) == (3, 4, 1, 2, 1)
 
 
 def test_ranks_of_horovodrun_agree_on_a_port_though_each_has_another_parent():
     here = {**HOROVODRUN, "HOROVOD_LOCAL_SIZE": "4"}
-    port = detect(here).master_port
-    assert detect({**here, "HOROVOD_RANK": "0", "HOROVOD_LOCAL_RANK": "0"}).master_port == port
-    assert detect({**here, "HOROVOD_GLOO_RENDEZVOUS_PORT": "4243"}).master_port != port
+
+    def port(**changes):
+        environ = {**here, **changes}
+        return with_address(detect(environ), environ).master_port
+
+    assert port(HOROVOD_RANK="0", HOROVOD_LOCAL_RANK="0") == port()
+    assert port(HOROVOD_GLOO_RENDEZVOUS_PORT="4243") != port()

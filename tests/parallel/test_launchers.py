@@ -1,4 +1,4 @@
-"""The rank of this process, from the variables of SLURM and of MPI's launchers."""
+"""The rank of this process and rank 0's address, from launchers' variables."""
 
 import os
 from importlib.metadata import entry_points
@@ -7,6 +7,7 @@ import pytest
 
 from geartrain import UsageError
 from geartrain.plugin_api import detect
+from geartrain_parallel.nodes import with_address
 
 SBATCH = {
     "SLURM_JOB_ID": "77",
@@ -26,6 +27,16 @@ SRUN = {
     "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
     "SLURM_STEP_NODELIST": "gpu[07-09,12]",
 }
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29400",
+}
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3",
     "OMPI_COMM_WORLD_SIZE": "4",
@@ -44,6 +55,10 @@ LSF = {
 }
 
 
+def place_of(environ):
+    return with_address(detect(environ), environ)
+
+
 def numbers(place):
     return place.rank, place.size, place.local_rank, place.local_size, place.node_rank
 
@@ -54,11 +69,12 @@ def numbers(place):
         (SRUN, "SLURM", (6, 8, 2, 4, 1), "gpu07"),
         (OPEN_MPI, "Open MPI", (3, 4, 1, 2, 1), "a"),
         (MPICH, "MPICH", (1, 2, 1, 2, 0), "127.0.0.1"),
+        (TORCHRUN, "torchrun", (5, 8, 1, 4, 1), "node0"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_places(environ, launcher, expected, address):
-    place = detect(environ)
+    place = place_of(environ)
     assert (place.launcher, numbers(place), place.master_addr) == (launcher, expected, address)
 
 
@@ -120,20 +136,24 @@ def test_no_place(environ):
     ],
 )
 def test_first_host_of_slurms_list(nodes, first):
-    assert detect({**SRUN, "SLURM_STEP_NODELIST": nodes}).master_addr == first
+    assert place_of({**SRUN, "SLURM_STEP_NODELIST": nodes}).master_addr == first
 
 
 def test_ranks_of_a_job_derive_the_same_port():
-    first = detect({**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
-    assert detect(SRUN).master_port == first.master_port
-    assert detect({**SRUN, "SLURM_JOB_ID": "78"}).master_port != first.master_port
+    first = place_of({**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
+    assert place_of(SRUN).master_port == first.master_port
+    assert place_of({**SRUN, "SLURM_JOB_ID": "78"}).master_port != first.master_port
     assert 1024 < first.master_port < 65536
+
+
+def test_a_given_port_is_used():
+    assert place_of(TORCHRUN).master_port == 29400
 
 
 def test_lsf_reads_the_rank_file(tmp_path):
     path = tmp_path / "ranks"
     path.write_text("launch\nc1\nc1\nc2\nc2\n")
-    place = detect({**LSF, "LSB_DJOB_RANKFILE": str(path)})
+    place = place_of({**LSF, "LSB_DJOB_RANKFILE": str(path)})
     assert (place.launcher, numbers(place), place.master_addr) == ("LSF", (2, 4, 0, 2, 1), "c1")
 
 
@@ -151,6 +171,6 @@ def test_lsf_reads_the_rank_file(tmp_path):
 )
 def test_contradictions_are_refused(environ, words):
     with pytest.raises(UsageError) as caught:
-        detect(environ)
+        place_of(environ)
     for word in words:
         assert word in str(caught.value)

@@ -51,7 +51,7 @@ class Stage:
         """Return the sampler that gives ranks whole evaluation batches in turn, if there is one."""
         batches = getattr(loader, "batch_sampler", None)
         sampler = getattr(loader, "sampler", None) if batches is None else batches
-        return None if getattr(sampler, "even", True) else sampler
+        return sampler if hasattr(sampler, "order_seed") and not sampler.even else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Loaders stay in their process.

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import functools
 import os
-import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from importlib_metadata import EntryPoint
@@ -40,13 +39,11 @@ class ClusterEnvironment:
     local_rank: int
     local_size: int
     node_rank: int
-    #: The address of rank 0's store; ``None`` if the launcher connects ranks of several nodes.
+    #: The address of rank 0's store, if the launcher has it.
     master_addr: str | None = None
     master_port: int | None = None
     #: The job's name, the same in all of its ranks, which derive the port from it.
     job: str | None = None
-    #: True if the launcher connects its ranks itself.
-    connects: bool = False
 
     #: A variable that geartrain sets in the ranks that it starts, to the process's id. A program
     #: that a rank runs inherits the variable, has another id, and is no rank.
@@ -103,7 +100,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> ClusterEnvironment | None
                 f"{place.local_rank} of {place.local_size}: a rank must be below its size. "
                 "Fix: correct the environment variables of this process"
             )
-        return _with_address(place, environ)
+        return place
     return None
 
 
@@ -149,24 +146,3 @@ def _by_hand(environ: Mapping[str, str]) -> ClusterEnvironment | None:
     of_node = local_size[0]
     global_rank = rank[0] if rank else node * of_node + local_rank
     return ClusterEnvironment("environment", global_rank, size, local_rank, of_node, node)
-
-
-def _with_address(place: ClusterEnvironment, environ: Mapping[str, str]) -> ClusterEnvironment:
-    """Add the address of rank 0's store."""
-    address = environ.get("MASTER_ADDR") or place.master_addr
-    if address is None:
-        if place.nodes > 1 and place.connects:
-            return place
-        if place.nodes > 1:
-            message = f"{place.launcher} started {place.size} processes on {place.nodes} nodes"
-            raise UsageError(f"{message}, and none knows where rank 0 is. Fix: set MASTER_ADDR")
-        address = "127.0.0.1"
-    given = read_numbers(environ, "MASTER_PORT")
-    # Every rank derives the same port from the job's name; MASTER_PORT replaces it if it is in use.
-    if given is None and place.job is None and place.nodes > 1:
-        message = (
-            f"{place.launcher} names no job from which {place.nodes} nodes could derive a port"
-        )
-        raise UsageError(f"{message}. Fix: set MASTER_PORT")
-    derived = 20000 + zlib.crc32((place.job or str(os.getppid())).encode()) % 20000
-    return replace(place, master_addr=address, master_port=given[0] if given else derived)

@@ -21,6 +21,4 @@ def horovodrun(environ: Mapping[str, str]) -> ClusterEnvironment | None:
         return None
     rank, size, local_rank, local_size, node_rank, _ = found
     port = environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT")
-    return ClusterEnvironment(
-        "horovodrun", rank, size, local_rank, local_size, node_rank, job=port, connects=True
-    )
+    return ClusterEnvironment("horovodrun", rank, size, local_rank, local_size, node_rank, job=port)

@@ -57,6 +57,8 @@ def launch(
             before, place = dict(os.environ), start(run, timeout)
             if place.size == 1:  # programs that start later must not be ranks of this run
                 around.callback(_put_back, before, (*variables(place), "GLOO_SOCKET_IFNAME"))
+        else:
+            place = nodes.with_address(place)
         place.check(run.plan)
         _runs += 1
         # Each init_process_group() wraps excepthook again, and adds another [rank0] to each line.

@@ -1,11 +1,14 @@
-"""Find this node's number and rank 0's address if geartrain starts the ranks, not a launcher."""
+"""Find this node's number, and rank 0's address."""
 
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 
 from geartrain import UsageError
+from geartrain.plugin_api import ClusterEnvironment, read_numbers
 
 
 def node_rank(num_nodes: int, environ: Mapping[str, str] = os.environ) -> int:
@@ -45,3 +48,28 @@ def master(num_nodes: int, environ: Mapping[str, str] = os.environ) -> tuple[str
             f"node; MASTER_ADDR={address!r}, MASTER_PORT={port!r}"
         )
     return address, int(port)
+
+
+def with_address(
+    place: ClusterEnvironment, environ: Mapping[str, str] = os.environ
+) -> ClusterEnvironment:
+    """Add the address of rank 0's store to the place of a rank that a launcher has started.
+
+    Raises:
+        UsageError: with several nodes, the launcher and the environment have no address or port.
+    """
+    address = environ.get("MASTER_ADDR") or place.master_addr
+    if address is None:
+        if place.nodes > 1:
+            message = f"{place.launcher} started {place.size} processes on {place.nodes} nodes"
+            raise UsageError(f"{message}, and none knows where rank 0 is. Fix: set MASTER_ADDR")
+        address = "127.0.0.1"
+    given = read_numbers(environ, "MASTER_PORT")
+    # Every rank derives the same port from the job's name; MASTER_PORT replaces it if it is in use.
+    if given is None and place.job is None and place.nodes > 1:
+        message = (
+            f"{place.launcher} names no job from which {place.nodes} nodes could derive a port"
+        )
+        raise UsageError(f"{message}. Fix: set MASTER_PORT")
+    derived = 20000 + zlib.crc32((place.job or str(os.getppid())).encode()) % 20000
+    return replace(place, master_addr=address, master_port=given[0] if given else derived)
