@@ -352,19 +352,14 @@ class Trainer(RankProperties):
                 read_loaders(loaders, stage)  # refused before anything starts
         if datamodule is not None:
             check_data(datamodule)
+        source = DataSource(given, datamodule)
         with self._setup.reserved_folder(resumes):
-            return self._launch(command, model, given, datamodule, checkpoint, resumes)
+            return self._launch(command, model, source, checkpoint, resumes)
 
     def _launch(
-        self,
-        command: str,
-        model: Module,
-        given: dict[str, Any],
-        datamodule: DataModule | None,
-        checkpoint: Any,
-        resumes: bool,
+        self, command: str, model: Module, source: DataSource, checkpoint: Any, resumes: bool
     ) -> Any:
-        source = DataSource(given, datamodule)
+        given, datamodule = source.given, source.datamodule
         size = loader_batch_size(given.get("train"))
         size = getattr(datamodule, "batch_size", None) if size is None else size
         self.check(model, command, size, datamodule, resumes)

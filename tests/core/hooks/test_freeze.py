@@ -5,6 +5,7 @@ import pytest
 from geartrain import Module, TrainingError, UsageError, hookimpl
 from geartrain.builtin.defaults import Defaults
 from geartrain.hooks.manager import Hooks
+from geartrain_monitor.profile.wrapping import wrap_implementations
 
 from ..contract_fixtures import ALONE, Doubles, gather, hooks_of, owns, part, strategy
 
@@ -51,7 +52,7 @@ def test_decorator_sees_every_call_and_changes_nothing(is_frozen, more, result):
         return call
 
     hooks = hooks_of(strategy(owns(21)), *more)
-    hooks.wrap_implementations(decorate)
+    wrap_implementations(hooks, decorate)
     if is_frozen:
         hooks.freeze()
     assert gather(hooks) == result
@@ -61,7 +62,7 @@ def test_decorator_sees_every_call_and_changes_nothing(is_frozen, more, result):
 
 def test_decorated_owner_without_a_result_is_still_refused():
     hooks = hooks_of(strategy(owns(None)))
-    hooks.wrap_implementations(lambda function, *_: lambda *arguments: function(*arguments))
+    wrap_implementations(hooks, lambda function, *_: lambda *arguments: function(*arguments))
     with pytest.raises(TrainingError, match="'all_gather' returned None"):
         gather(hooks)
 
@@ -70,7 +71,7 @@ def test_frozen_hooks_refuse_a_decorator():
     hooks = hooks_of()
     hooks.freeze()
     with pytest.raises(UsageError, match="frozen"):
-        hooks.wrap_implementations(lambda function, *_: function)
+        wrap_implementations(hooks, lambda function, *_: function)
 
 
 def test_monitor_set_before_the_freeze_gets_every_call_after_it():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import operator
 import traceback
@@ -196,30 +195,6 @@ class Hooks:
                 "effect. Fix: change them before, in Trainer(plugins=[...]) or in a setup_device "
                 "wrapper"
             )
-
-    def wrap_implementations(
-        self, decorator: Callable[[Callable[..., Any], HookImpl, str, str], Callable[..., Any]]
-    ) -> None:
-        """Replace the function of every hookimpl, for a plugin that measures them.
-
-        Args:
-            decorator: ``(function, impl, hook, label of its plugin)`` -> a function with the same
-                arguments and result, or ``function``; that of a wrapper returns a generator.
-
-        Raises:
-            UsageError: the hooks are frozen.
-        """
-        self._refuse_if_frozen()
-        for hook, caller in self._specs.items():
-            for impl in caller.get_hookimpls():
-                info = self._choice_of.get(id(impl.plugin))
-                label = info.label if info else impl.plugin_name
-                found = impl.function, unchecked(impl.function)  # freezing takes the second
-                new, unchanged = (decorator(function, impl, hook, label) for function in found)
-                if new is not found[0]:
-                    functools.update_wrapper(new, found[0])
-                    new.unchecked = functools.update_wrapper(unchanged, found[1])  # type: ignore[attr-defined]
-                    impl.function = new  # type: ignore[misc]
 
     def is_single(self, hook: str) -> bool:
         """True if exactly one implementation of the hook answers."""

@@ -17,6 +17,7 @@ from geartrain.plugin_api import replacing
 from geartrain_monitor.profile.clock import Clock, Reading, TimedBatches
 from geartrain_monitor.profile.report import PARTS, as_dict, make_report, table
 from geartrain_monitor.profile.trace import Recorder, merge
+from geartrain_monitor.profile.wrapping import wrap_implementations
 
 if TYPE_CHECKING:
     from geartrain import Plan, Run
@@ -102,7 +103,7 @@ class Profile:
             timer = clock.wrapper_timer if impl.wrapper else clock.timer
             return timer(function, label, hook)
 
-        hooks.wrap_implementations(timed)
+        wrap_implementations(hooks, timed)
         return (yield)
 
     @hookimpl(wrapper=True)
