@@ -50,7 +50,7 @@ class Stage:
     def in_turn(loader: Any) -> Any:
         """Return the sampler that gives ranks whole evaluation batches in turn, if there is one."""
         batches = getattr(loader, "batch_sampler", None)
-        sampler = getattr(loader, "sampler", None) if batches is None else batches
+        sampler: Any = getattr(loader, "sampler", None) if batches is None else batches
         return sampler if hasattr(sampler, "order_seed") and not sampler.even else None
 
     def __reduce__(self) -> tuple[Any, ...]:

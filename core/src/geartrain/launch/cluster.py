@@ -91,7 +91,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> ClusterEnvironment | None
         return None
     installed = (point.load() for point in _launchers() if point.name in environ)
     for read in (_torchrun, *installed, _by_hand):
-        place = read(environ)
+        place: ClusterEnvironment | None = read(environ)
         if place is None:
             continue
         if not (0 <= place.rank < place.size and 0 <= place.local_rank < place.local_size):

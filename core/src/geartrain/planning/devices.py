@@ -33,82 +33,56 @@ def parse_devices(
     Raises:
         UsageError: anything else; the message has the accepted forms.
     """
-    value = devices.strip() if isinstance(devices, str) else devices
-    if isinstance(value, str):
-        value = _parse_string(value, devices, accelerator, indexed)
-    if isinstance(value, str):  # "auto" is the only string left
+    forms = _FORMS if indexed else _COUNT_FORMS
+
+    def refusal(message: str, hint: str = forms) -> UsageError:
+        return UsageError(f"devices={devices!r}{message}. Fix: {hint}")
+
+    value = _parse_string(devices.strip()) if isinstance(devices, str) else devices
+    if isinstance(value, str) and value == "auto":
         value = -1 if indexed else 1
     elif isinstance(value, int) and value == -1 and not indexed:
-        message = f"devices={devices!r} (all of them) means nothing on {accelerator}"
-        raise UsageError(f"{message}. Fix: {_COUNT_FORMS}")
-    if isinstance(value, bool | bytes | bytearray) or not isinstance(value, int | Sequence):
-        raise _malformed(devices, accelerator, indexed)
-    if isinstance(value, int):
-        return _count(value, devices, accelerator, available, indexed)
-    if not indexed:
-        message = f"devices={devices!r}: a list of indices means nothing on {accelerator}"
-        raise UsageError(f"{message}. Fix: {_COUNT_FORMS}")
-    return _indices(list(value), devices, accelerator, available)
-
-
-def _parse_string(text: str, devices: Any, accelerator: str, indexed: bool) -> Any:
-    if text == "auto":
-        return text
-    if re.fullmatch(r"[+-]?\d{1,18}", text, re.ASCII):
-        return int(text)
-    if text == "":
-        return []
-    if re.fullmatch(r"\d{1,9}\s*(,\s*\d{1,9}\s*)*,?", text, re.ASCII):
-        return [int(part) for part in text.split(",") if part.strip()]
-    raise _malformed(devices, accelerator, indexed)
-
-
-def _count(count: int, devices: Any, accelerator: str, available: int, indexed: bool) -> list[int]:
-    if count == 0:
-        forms = _FORMS if indexed else _COUNT_FORMS
-        raise UsageError(f"devices={devices!r} asks for zero devices. Fix: {forms}")
-    if count < -1:
-        raise _malformed(devices, accelerator, indexed)
+        raise refusal(f" (all of them) means nothing on {accelerator}")
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= -1
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+    if is_list and value and not indexed:
+        raise refusal(f": a list of indices means nothing on {accelerator}")
+    if not is_count and not (is_list and all(_is_index(index) for index in value)):
+        match = re.fullmatch(r"\s*[a-z]+:(\d+)\s*", devices) if isinstance(devices, str) else None
+        hint = f' (for the device of index {match[1]}: "{match[1]},")' if match and indexed else ""
+        raise refusal(f" is no number or list of devices of {accelerator}", forms + hint)
+    if not value if is_list else value == 0:
+        raise refusal(" asks for zero devices")
     if not indexed:
         most = max(_PROCESSES, _PROCESSES_A_CORE * available)
-        if count > most:
-            raise UsageError(
-                f"devices={devices!r} asks for {count} processes on a machine of {available} "
-                f"core(s), which starts {most} at most. "
-                f"Fix: devices={available}, the number of cores, or fewer"
-            )
-        return list(range(count))
-    if available == 0:
-        raise UsageError(f"devices={devices!r}: no {accelerator} device is visible.")
-    wanted = available if count == -1 else count
-    if wanted > available:
-        raise _not_visible(wanted, devices, accelerator, available)
-    return list(range(wanted))
-
-
-def _indices(indices: list[Any], devices: Any, accelerator: str, available: int) -> list[int]:
-    if not indices:
-        raise UsageError(f"devices={devices!r} asks for zero devices. Fix: {_FORMS}")
-    if any(isinstance(index, bool) or not isinstance(index, int) or index < 0 for index in indices):
-        raise _malformed(devices, accelerator, True)
-    for index in indices:
-        if indices.count(index) > 1:
-            message = f"{index} is given {indices.count(index)} times"
-            raise UsageError(f"devices={devices!r}: {message}. Fix: name each device once")
+        if value > most:
+            message = f" asks for {value} processes on a machine of {available} core(s)"
+            hint = f"devices={available}, the number of cores, or fewer"
+            raise refusal(f"{message}, which starts {most} at most", hint)
+        return list(range(value))
+    visible = f"only {list(range(available))} are visible on {accelerator}"
+    if not is_list:
+        if available == 0:
+            raise UsageError(f"devices={devices!r}: no {accelerator} device is visible.")
+        if value > available:
+            raise UsageError(f"devices={devices!r}: asked for {value}, {visible}.")
+        return list(range(available if value == -1 else value))
+    for index in value:
+        if (times := value.count(index)) > 1:
+            raise refusal(f": {index} is given {times} times", "name each device once")
         if index >= available:
-            raise _not_visible(index, devices, accelerator, available)
-    return indices
+            raise UsageError(f"devices={devices!r}: asked for {index}, {visible}.")
+    return list(value)
 
 
-def _not_visible(wanted: int, devices: Any, accelerator: str, available: int) -> UsageError:
-    message = f"only {list(range(available))} are visible on {accelerator}"
-    return UsageError(f"devices={devices!r}: asked for {wanted}, {message}.")
+def _parse_string(text: str) -> Any:
+    """Return a number, a list of indices, or the text."""
+    if re.fullmatch(r"[+-]?\d{1,18}", text, re.ASCII):
+        return int(text)
+    if re.fullmatch(r"(\d{1,9}\s*(,\s*\d{1,9}\s*)*,?)?", text, re.ASCII):
+        return [int(part) for part in text.split(",") if part.strip()]
+    return text
 
 
-def _malformed(devices: Any, accelerator: str, indexed: bool) -> UsageError:
-    match = re.fullmatch(r"\s*[a-z]+:(\d+)\s*", devices) if isinstance(devices, str) else None
-    hint = f' (for the device of index {match[1]}: "{match[1]},")' if match and indexed else ""
-    forms = _FORMS if indexed else _COUNT_FORMS
-    return UsageError(
-        f"devices={devices!r} is no number or list of devices of {accelerator}. Fix: {forms}{hint}"
-    )
+def _is_index(index: Any) -> bool:
+    return isinstance(index, int) and not isinstance(index, bool) and index >= 0
