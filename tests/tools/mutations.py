@@ -118,8 +118,8 @@ MUTATIONS = [
     Mutation(
         "sharding",
         f"{PARALLEL}/sharding.py",
-        "seed = self.seed + self.epoch",
-        "seed = self.seed",
+        "seed = self.order_seed + self.epoch",
+        "seed = self.order_seed",
         "each epoch has the same order",
     ),
     Mutation(
@@ -320,7 +320,7 @@ MUTATIONS = [
     Mutation(
         "spawn",
         f"{SPAWN}/starter.py",
-        "verdict = self._supervisor.judge(left=left)",
+        "verdict = self._supervisor.judge(left=remaining)",
         "verdict = self._supervisor.judge()",
         "the error names a rank that lost its connection, not the rank that exited",
     ),
