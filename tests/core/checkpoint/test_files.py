@@ -102,7 +102,7 @@ def test_other_programs_read_a_whole_file(tmp_path):
     assert_equal(state["model"], torch.load(path, weights_only=True, mmap=True)["model"])
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
-        assert archive.comment == b"geartrain 1 6 0"
+        assert archive.comment == b"geartrain 1 6 0\n"
     if shutil.which("unzip"):
         subprocess.run(["unzip", "-tq", path], check=True, stdout=subprocess.DEVNULL)
 

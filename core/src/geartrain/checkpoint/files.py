@@ -19,8 +19,8 @@ from torch.utils.serialization import config
 from geartrain.errors import TrainingError, UsageError
 from geartrain.files.atomic import replacing
 
-#: The beginning of the comment of an archive that geartrain wrote.
-_MARK = "geartrain"
+#: The beginning and the end of the comment of an archive that geartrain wrote.
+_MARK, _END = b"geartrain ", b"\n"
 
 
 def write(state: dict[str, Any], path: Path) -> None:
@@ -30,8 +30,8 @@ def write(state: dict[str, Any], path: Path) -> None:
         TrainingError: the disk is full, or the folder cannot be written to.
     """
     fit = state.get("fit") or {}
-    done = [str(fit.get(name, "")) for name in ("epoch", "step", "batch_idx")]
-    comment = " ".join([_MARK, *done]).encode()
+    done = " ".join(str(fit.get(name, "")) for name in ("epoch", "step", "batch_idx"))
+    comment = _MARK + done.encode() + _END
     with replacing(path) as file:
         # The program may have turned checksums off.
         with config.patch("save.compute_crc32", True):  # type: ignore[attr-defined]
@@ -73,11 +73,13 @@ def check(path: Path) -> bool:
         message = f"{path} could not be read: {error.strerror}"
         raise TrainingError(f"{message}. Fix: use another file") from error
     with file, suppress(Exception):  # damage may make any error
-        if not (file.read(2) == b"PK" or zipfile.is_zipfile(file)):
+        begin = file.read(2).strip(b"\0")  # a power cut leaves zeros
+        if begin not in (b"", b"PK") and not zipfile.is_zipfile(file):
             return False
         with zipfile.ZipFile(file) as archive:
-            if archive.testzip() is None:
-                return archive.comment.startswith(_MARK.encode())
+            is_ours, is_cut = archive.comment.startswith(_MARK), archive.comment[-1:] != _END
+            if not (is_ours and is_cut) and archive.testzip() is None:
+                return is_ours
     raise TrainingError(
         f"{path} is damaged: its contents do not match its checksums. "
         "Fix: use another file; 'last' and 'auto' take the newest undamaged one"
@@ -88,7 +90,7 @@ def progress(path: Path) -> tuple[int, int, int] | None:
     """Return the epochs, steps and batches of the epoch in a file's comment; it reads no more."""
     with suppress(OSError), path.open("rb") as file:
         file.seek(-min(100, path.stat().st_size), os.SEEK_END)
-        if found := re.search(rf"{_MARK} (\d+) (\d+) (\d+)$".encode(), file.read()):
+        if found := re.search(_MARK + rb"(\d+) (\d+) (\d+)" + _END + rb"\Z", file.read()):
             epochs, steps, batches = map(int, found.groups())
             return epochs, steps, batches
     return None
