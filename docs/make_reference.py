@@ -74,7 +74,7 @@ API_SECTIONS = {
     ),
     "Files": ("replacing", "AppendedFile", "remove_abandoned"),
     "Loaders and batches": (
-        *("DataSource", "Stage", "Shard", "with_samplers", "BatchSizer", "MappedBatches"),
+        *("DataSource", "Stage", "with_samplers", "BatchSizer", "MappedBatches"),
         *("close_batches", "length", "drawing_from"),
     ),
     "The module and its optimizers": (

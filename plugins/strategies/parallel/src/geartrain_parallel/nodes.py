@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from geartrain import UsageError
-from geartrain.plugin_api import ClusterEnvironment, read_numbers
+from geartrain.plugin_api import ClusterEnvironment
 
 
 def node_rank(num_nodes: int, environ: Mapping[str, str] = os.environ) -> int:
@@ -64,7 +64,7 @@ def with_address(
             message = f"{place.launcher} started {place.size} processes on {place.nodes} nodes"
             raise UsageError(f"{message}, and none knows where rank 0 is. Fix: set MASTER_ADDR")
         address = "127.0.0.1"
-    given = read_numbers(environ, "MASTER_PORT")
+    given = ClusterEnvironment.read_numbers(environ, "MASTER_PORT")
     # Every rank derives the same port from the job's name; MASTER_PORT replaces it if it is in use.
     if given is None and place.job is None and place.nodes > 1:
         message = (
