@@ -37,10 +37,8 @@ THREAD = [
     (0, "SIGTERM", "train"),
     (0, "exception", "validation"),
 ]
-#: The fault of the default test run; the kit's cases of ddp kill a rank.
-DEFAULT = [("async", 1, "exception", "backward")]
 TABLE = [
-    pytest.param(algorithm, *fault, marks=() if (algorithm, *fault) in DEFAULT else matrix)
+    (algorithm, *fault)
     for algorithm in ALGORITHMS
     for fault in EVERYWHERE
     + (KILLED if algorithm not in ("bytegrad", "qadam") else [])
@@ -54,6 +52,7 @@ def start(folder: Path, algorithm: str, kind: str, rank: int, where: str, **envi
     return launched(PROGRAM, kind, str(rank), where, folder=folder, **environment)
 
 
+@matrix  # by default: test_async.py, and the kit's case of ddp in which a rank fails
 @pytest.mark.parametrize(("algorithm", "rank", "kind", "where"), TABLE)
 def test_a_failing_rank_ends_the_run(tmp_path, algorithm, rank, kind, where):
     with start(tmp_path, algorithm, kind, rank, where) as run:

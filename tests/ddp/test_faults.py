@@ -52,7 +52,7 @@ def start(folder: Path, kind: str, rank: int, where: str, **environment: str):
 @pytest.mark.parametrize(("kind", "rank", "where"), TABLE)
 def test_a_rank_that_fails(tmp_path, kind, rank, where):
     message = KINDS[kind][1 - rank]
-    with start(tmp_path, kind, rank, where, OUTPUT="out") as run:
+    with start(tmp_path, kind, rank, where, OUTPUT="out", LOADER_WORKERS="1") as run:
         code = ends_after_fault(run, tmp_path, rank)
         assert code == -signal.SIGKILL if message is None else code > 0
         if message is not None:

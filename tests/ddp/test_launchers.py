@@ -122,9 +122,8 @@ def fit_as(environment, num_nodes):
 ABSENT = {0: "rank 1 reached no rank 0", 1: "ranks [1] of 2 did not come"}
 
 
-@pytest.mark.parametrize("absent", ABSENT)
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_an_absent_rank_or_node_is_named(tmp_path, absent, nodes):
+@pytest.mark.parametrize(("nodes", "absent"), [(1, 0), (2, 1)])
+def test_an_absent_rank_or_node_is_named(tmp_path, nodes, absent):
     number = str(1 - absent)
     of_rank = {"WORLD_SIZE": "2", "RANK": number, "LOCAL_RANK": number}
     place = of_rank if nodes == 1 else {"NODE_RANK": number}

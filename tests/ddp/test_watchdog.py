@@ -16,7 +16,7 @@ class Never:
 
 
 def wait_forever():
-    trainer = ddp(devices=1, plugins=[Never()], strategy_options={"timeout": 2.0})
+    trainer = ddp(devices=1, plugins=[Never()], strategy_options={"timeout": 1.0})
     trainer.fit(Net(), DataLoader(samples(), batch_size=4))
 
 
@@ -24,6 +24,6 @@ def test_a_rank_that_waits_for_a_future_ends_after_the_timeout(tmp_path):
     (rank,) = run(tmp_path, wait_forever, ranks=1)
     assert rank.end == "1"
     assert (
-        "Never: rank 0 waits for the futures of reduce_bucket for more than --strategy.timeout 2. "
+        "Never: rank 0 waits for the futures of reduce_bucket for more than --strategy.timeout 1. "
         "Fix: do not wait for a collective in a future's callback"
     ) in rank.err

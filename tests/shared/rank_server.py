@@ -23,7 +23,8 @@ import torch
 import torch._dynamo  # which torch's optimizers import when the first one is made
 from warm import count_for_test
 
-import geartrain.trainer  # noqa: F401 (its imports take a second, which each rank would need)
+# Each rank would need a second for these.
+import geartrain_port.names  # noqa: F401
 from geartrain_testing.launching import free_port
 
 #: Seconds between two polls of the ranks; for the other ranks to end after one has failed; and for

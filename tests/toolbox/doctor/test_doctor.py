@@ -133,9 +133,8 @@ def test_it_leaves_nothing_and_listens_on_loopback_alone(folder):
 
 
 @needs_proc
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.matrix)]
-)
+@pytest.mark.end_to_end
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_leaves_nothing_when_it_is_ended(folder, number):
     with launched("-c", DOCTOR, folder=folder) as run:
         until(lambda: len(run.processes()) >= 3, 60, "the two processes are started")
