@@ -138,19 +138,6 @@ class PassesBarriers(Plain):
         pass
 
 
-class EvaluatesZeros(Plain):
-    """The weights are lost between ``fit`` and ``validate``."""
-
-    @hookimpl
-    def wrap_model(self, run, model):
-        parallel.broadcast_weights(run, model)
-        if run.command != "fit":
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.zero_()
-        return model
-
-
 class GathersAsFloat32(Plain):
     """Tensors travel as float32."""
 
@@ -160,15 +147,6 @@ class GathersAsFloat32(Plain):
         if isinstance(found, torch.Tensor):
             return found.to(tensor.dtype)
         return [part.to(tensor.dtype) for part in found]
-
-
-class LogsAsFloat32(Plain):
-    """Metrics travel as float32."""
-
-    @hookimpl
-    def log_sync(self, run, values):
-        # The header, which has hashes, is left alone.
-        return super().log_sync(run, values if len(values) == 3 else values.float().double())
 
 
 class HidesNaNInMetrics(Plain):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from geartrain import hookimpl
-from geartrain.checkpoint.checkpoints import read
 from geartrain_wrong.plain import Plain
 
 
@@ -16,16 +15,6 @@ class BroadcastsFromRank1(Plain):
     def wrap_model(self, run, model):
         for tensor in model.state_dict().values():
             dist.broadcast(tensor, src=min(1, run.world.size - 1))
-        return model
-
-
-class LeavesBuffers(Plain):
-    """All ranks start with the parameters of rank 0, and with their own buffers."""
-
-    @hookimpl
-    def wrap_model(self, model):
-        for parameter in model.parameters():
-            dist.broadcast(parameter.detach(), src=0)
         return model
 
 
@@ -46,23 +35,3 @@ class SavesNothing(Plain):
 
     @hookimpl
     def save_checkpoint(self): ...
-
-
-class LoadsOnRank0(Plain):
-    """Only rank 0 loads the weights of a checkpoint."""
-
-    @hookimpl
-    def load_checkpoint(self, run, path):
-        state = read(run, path)
-        return {**state, "model": run.module.state_dict()} if run.world.rank else state
-
-
-class ForgetsOptimizers(Plain):
-    """A checkpoint has no state of the optimizers."""
-
-    @hookimpl
-    def load_checkpoint(self, run, path):
-        state = read(run, path)
-        for optimizer in state["fit"]["optimizers"]:
-            optimizer["state"] = {}
-        return state

@@ -212,18 +212,6 @@ class FirstDtypeOnly(Plain):
         average(run, [p for p in parameters if p.dtype == parameters[0].dtype])
 
 
-class RoundsToTheFirstDtype(Plain):
-    """One bucket, of the first parameter's dtype, for all gradients."""
-
-    @hookimpl
-    def reduce_gradients(self, run):
-        first = next(run.module.parameters()).dtype
-        for parameter, _ in used(run.module.parameters()):
-            grad = parameter.grad.to(first)
-            dist.all_reduce(grad)
-            parameter.grad = (grad / run.world.size).to(parameter.dtype)
-
-
 class CachesParameters(Plain):
     """The parameters to average are listed once, when the run starts."""
 
@@ -234,18 +222,6 @@ class CachesParameters(Plain):
     @hookimpl
     def reduce_gradients(self, run):
         average(run, self.trained)
-
-
-class DropsSmallBatches(Plain):
-    """Gradients of a batch with fewer than three samples are thrown away."""
-
-    @hookimpl
-    def reduce_gradients(self, run):
-        if len(run.batch[0]) < 3:
-            for parameter in run.module.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.zero_()
-        average(run, run.module.parameters())
 
 
 class WeighsByBatchSize(Plain):
@@ -268,15 +244,6 @@ class SkipsEvery50thStep(Plain):
     def optimizer_step(self, run, optimizer):
         if (run.step + 1) % 50:
             optimizer.step()
-
-
-class StopsAfter50Steps(Plain):
-    """From the 51st step on, each rank trains alone."""
-
-    @hookimpl
-    def reduce_gradients(self, run):
-        if run.step < 50:
-            average(run, run.module.parameters())
 
 
 class Stale(Plain):
