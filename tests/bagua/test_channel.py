@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -19,26 +18,6 @@ def channel():
     assert made.close(5)
 
 
-def test_work_is_done_in_order_by_one_thread_other_than_this(channel):
-    done = []
-    jobs = [
-        channel.submit(lambda i=i: (done.append(i), threading.get_ident())[1]) for i in range(500)
-    ]
-    idents = {job.result() for job in jobs}
-    assert done == list(range(500))
-    assert len(idents) == 1
-    assert threading.get_ident() not in idents
-
-
-def test_submit_does_not_wait_for_the_work(channel):
-    gate = threading.Event()
-    first, second = channel.submit(lambda: gate.wait(10)), channel.submit(lambda: "second")
-    assert not first.done()
-    assert not second.done()
-    gate.set()
-    assert second.result() == "second"
-
-
 def test_result_raises_the_error_and_no_later_work_is_done(channel):
     done = []
 
@@ -50,14 +29,6 @@ def test_result_raises_the_error_and_no_later_work_is_done(channel):
         with pytest.raises(KeyError, match="my own error"):
             job.result()
     assert done == []
-
-
-def test_close_does_the_submitted_work():
-    channel, done = Channel(), []
-    for i in range(10):
-        channel.submit(lambda i=i: done.append(i))
-    assert channel.close(5)
-    assert done == list(range(10))
 
 
 def test_a_thread_that_never_ends_does_not_keep_the_process(tmp_path):

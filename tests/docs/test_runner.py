@@ -30,43 +30,6 @@ def fenced(language, *lines):
 # --- correct pages --------------------------------------------------------------------------------
 
 
-def test_blocks_share_a_namespace_and_a_folder(run, tmp_path):
-    run(
-        fenced("python", "# pack/age.py", "x = 1")
-        + fenced("python", "from pack.age import x")
-        + fenced("console", "$ cat pack/age.py", "# pack/age.py", "x = 1")
-        + fenced("python", "assert x == 1")
-    )
-    assert (tmp_path / "pack" / "age.py").exists()
-
-
-def test_text_right_after_python_is_its_output(run):
-    run(fenced("python", "print('a', 1.234)", "print('b')") + fenced("text", "a 1...", "b"))
-    with pytest.raises(blocks.Wrong, match=r"page.md:5: the page shows"):
-        run(fenced("python", "print('a')") + fenced("text", "b"))
-
-
-def test_text_after_prose_is_ignored(run):
-    run(fenced("python", "print('a')") + "These are files:\n\n" + fenced("text", "b"))
-
-
-def test_a_command_may_have_several_lines_and_may_fail_if_the_page_handles_it(run):
-    run(
-        fenced(
-            "console",
-            "$ echo a \\",
-            "    b || false",
-            "a b",
-            "$ false || echo failed: $?",
-            "failed: 1",
-        )
-    )
-
-
-def test_commands_of_a_block_share_a_shell(run):
-    run(fenced("console", "$ cd /", "$ pwd", "/") + fenced("console", "$ ls page.md", "page.md"))
-
-
 def test_error_has_the_line_on_the_page(run):
     with pytest.raises(
         blocks.Wrong, match=r'(?s)^page.md:4: .*File "page.md", line 5.*ZeroDivisionError'
@@ -103,12 +66,6 @@ def test_missing_output_is_an_error(expected):
         blocks.check_output(expected, "a 1 b\nc\nd e\n")
 
 
-def test_width_of_a_table_does_not_count():
-    blocks.check_output(
-        ["┏━━━━┳━━┓", "│ name    │ ... │"], "┏━━━━━━━━┳━━━━━━━━━━━━━┓\n│ name   │ accelerator │\n"
-    )
-
-
 # --- wrong pages ----------------------------------------------------------------------------------
 
 
@@ -138,30 +95,3 @@ def test_wrong_page_is_refused(text, why, run):
 
 
 # --- not run --------------------------------------------------------------------------------------
-
-
-def test_skipped_blocks_and_commands_are_listed_with_their_reason(run, tmp_path):
-    run(
-        "<!-- not run: it would take a day -->\n\n"
-        + fenced("python", "raise SystemExit")
-        + fenced(
-            "console",
-            "$ echo a",
-            "a",
-            "<!-- not run: no network -->",
-            "$ false",
-            "b",
-            "$ echo c",
-            "c",
-        )
-        + "<!-- not run:  -->\n"
-        + fenced("bash", "ls")
-    )
-    found = [
-        pair for block in blocks.read_blocks(tmp_path / "page.md") for pair in blocks.not_run(block)
-    ]
-    assert found == [
-        ("page.md:4", "it would take a day"),
-        ("page.md:7: false", "no network"),
-        ("page.md:17", ""),
-    ]

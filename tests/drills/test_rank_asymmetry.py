@@ -47,7 +47,7 @@ BAGUA = {"unused": "2 parameters got no gradient in this step"}
 DEFAULT = {
     ("all_gather", "ddp", 0),
     ("barrier", "ddp", 1),
-    ("all_gather at the end", "ddp", 0),
+    ("import", "ddp", 0),
     ("unused", "ddp", 1),
     ("all_gather", "bagua", 0),
     ("empty", "ddp", 1),

@@ -52,8 +52,7 @@ def fit(module, own=None, **more):
 
 
 def session(name, **own):
-    more = {key: value for key, value in CASES[name][1].items() if key != "strategy_options"}
-    with gt.Session(**options(**own), **more) as one:
+    with gt.Session(**options(**own), **CASES[name][1]) as one:
         one.launch()
         return loop(one, name)
 
