@@ -1,12 +1,12 @@
 """The communication thread: order, errors, and the end of the process."""
 
-import subprocess
-import sys
+import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
+from several_ranks import results
 
 from geartrain_bagua.channel import Channel
 
@@ -31,15 +31,14 @@ def test_result_raises_the_error_and_no_later_work_is_done(channel):
     assert done == []
 
 
+def submit_a_wait_without_end():
+    channel = Channel()
+    channel.submit(threading.Event().wait)
+    return channel.close(0.0)
+
+
 def test_a_thread_that_never_ends_does_not_keep_the_process(tmp_path):
-    program = (
-        "import threading\nfrom geartrain_bagua.channel import Channel\nchannel = Channel()\n"
-        "channel.submit(threading.Event().wait)\nprint(channel.close(0.0), flush=True)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
+    assert results(tmp_path, submit_a_wait_without_end, ranks=1, place="alone") == [False]
 
 
 def test_work_is_not_kept_alive_by_an_idle_thread(channel):

@@ -2,7 +2,6 @@
 
 import inspect
 import itertools
-import json
 import os
 import re
 import subprocess
@@ -10,12 +9,17 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 from importlib_metadata import EntryPoint
+from several_ranks import results
 
 import geartrain as gt
 from geartrain_bagua import Algorithm, BaguaStrategy, QAdamOptimizer, choosing
 from geartrain_bagua.algorithms.gradient_allreduce import GradientAllReduce
 from geartrain_bagua.choosing import algorithm_class
+from geartrain_bagua.minmax_uint8 import compress
+
+ALGORITHMS = "geartrain_bagua.algorithms."
 
 MINE = """
 from geartrain_bagua import Algorithm
@@ -62,28 +66,6 @@ class Net(gt.Module):
     def on_train_end(self):
         print("weights", self.net.weight.tolist())
 """
-ERRORS = """
-import json, sys, torch
-import geartrain as gt
-from geartrain_bagua.minmax_uint8 import compress
-
-def error(**options):
-    try:
-        gt.Trainer(accelerator="cpu", strategy="bagua", strategy_options=options)
-    except gt.UsageError as error:
-        return str(error)
-
-names = ("shared", "broken", "absent", "no_class", "sings", "signs")
-found = {name: error(algorithm=name) for name in names}
-found["option"] = error(algorithm="signs", time=2.0)
-found["type"] = error(algorithm="signs", times="twice")
-found["of gradient_allreduce"] = error(times=2.0)
-prefix = "geartrain_bagua.algorithms."
-compress(torch.randn(2, 9))
-found["triton"] = "triton" in sys.modules
-found["imported"] = sorted(name for name in sys.modules if name.startswith(prefix))
-print(json.dumps(found))
-"""
 
 
 def install(folder, name, algorithms):
@@ -97,12 +79,18 @@ def install(folder, name, algorithms):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """``run("errors.py", folder)``: run Python beside two other distributions with algorithms."""
+def site(tmp_path_factory):
+    """A folder with two other distributions with algorithms."""
     site = tmp_path_factory.mktemp("site")
     broken = {"broken": "mine_broken:Broken", "absent": "mine:Absent", "no_class": "mine:dist"}
     install(site, "mine", {"signs": "mine:Signs", "shared": "mine:Signs", **broken})
     install(site, "theirs", {"shared": "theirs:Signs"})
+    return site
+
+
+@pytest.fixture(scope="module")
+def run(site):
+    """``run("errors.py", folder)``: run Python beside the distributions."""
 
     def run(*arguments, folder):
         return subprocess.run(
@@ -117,11 +105,33 @@ def run(tmp_path_factory):
     return run
 
 
+def make_errors(site):
+    """Return errors by the algorithm's name, and modules that were imported."""
+    sys.path.insert(0, site)
+
+    def error(**options):
+        try:
+            gt.Trainer(accelerator="cpu", strategy="bagua", strategy_options=options)
+        except gt.UsageError as error:
+            return str(error)
+
+    for name in [name for name in sys.modules if name.startswith(ALGORITHMS)]:
+        del sys.modules[name]
+    names = ("shared", "broken", "absent", "no_class", "sings", "signs")
+    found = {name: error(algorithm=name) for name in names}
+    found["option"] = error(algorithm="signs", time=2.0)
+    found["type"] = error(algorithm="signs", times="twice")
+    found["of gradient_allreduce"] = error(times=2.0)
+    compress(torch.randn(2, 9))
+    found["triton"] = "triton" in sys.modules
+    found["imported"] = sorted(name for name in sys.modules if name.startswith(ALGORITHMS))
+    return found
+
+
 @pytest.fixture(scope="module")
-def errors(run, tmp_path_factory):
-    done = run("-c", ERRORS, folder=tmp_path_factory.mktemp("errors"))
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+def errors(site, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("errors")
+    return results(folder, make_errors, str(site), ranks=1, place="alone")[0]
 
 
 def test_an_error_names_the_reason(errors):

@@ -277,6 +277,7 @@ def test_a_count_that_fails_is_a_warning(machine, counts, monkeypatch, code, wor
         assert CUDAAccelerator.device_count() == 0
 
 
+@pytest.mark.end_to_end
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it counts more on a GPU")
 def test_the_count_itself_runs_torch(machine, monkeypatch):
     monkeypatch.setattr(usable, "_can_have_any", lambda: True)

@@ -161,6 +161,7 @@ def test_explain_shows_processes_and_batch_sizes(explained, words, processes, si
     assert facts["hooks"]["forward"] == [words[0]]
 
 
+@pytest.mark.end_to_end
 def test_auto_prefers_ddp_and_dp_imports_no_ddp(tmp_path):
     (tmp_path / "both.py").write_text(
         "import sys, geartrain as gt\n"

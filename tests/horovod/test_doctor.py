@@ -72,6 +72,7 @@ def test_doctor_and_strategy_require_nccl_for_a_gpu(monkeypatch, nccl, words):
         checks.check_here(plan, "average", None)
 
 
+@pytest.mark.end_to_end
 def test_doctor_shows_a_build_for_another_torch_with_the_fix(tmp_path):
     folder = tmp_path / "horovod" / "torch"
     folder.mkdir(parents=True)

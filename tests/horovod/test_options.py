@@ -262,6 +262,7 @@ def test_a_missing_horovod_is_refused_with_the_fix(monkeypatch):
         planned()
 
 
+@pytest.mark.end_to_end
 def test_planning_imports_no_horovod():
     code = (
         "import sys, geartrain as gt\n"

@@ -4,9 +4,7 @@ import multiprocessing
 import os
 import select
 import signal
-import subprocess
 import sys
-import textwrap
 import threading
 import time
 
@@ -61,27 +59,20 @@ def test_a_forked_child_holds_no_copy_of_a_watchers_pipe():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_a_child_of_a_killed_rank_dies():
-    program = """
-        import os, signal, time
-        from geartrain_parallel.forks import guard_forks
-        from geartrain_parallel.signals import raise_on_signals
-        guard_forks()
+    reading, writing = os.pipe()
+    if (rank := os.fork()) == 0:
         with raise_on_signals():
-            child = os.fork()
-            if child == 0:
-                time.sleep(60)
-            print(child, flush=True)
+            if child := os.fork():
+                os.write(writing, str(child).encode())
             time.sleep(60)
-    """
-    rank = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True
-    )
-    child = int(rank.stdout.readline())
+        os._exit(0)
+    child = int(os.read(reading, 20))
     ended = os.pidfd_open(child)
     try:
-        rank.kill()
-        rank.wait(10)
+        os.kill(rank, signal.SIGKILL)
+        os.waitpid(rank, 0)
         assert multiprocessing.connection.wait([ended], 10)
     finally:
         os.close(ended)
-        rank.stdout.close()
+        os.close(reading)
+        os.close(writing)

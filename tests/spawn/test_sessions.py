@@ -330,6 +330,7 @@ def test_ctrl_c_in_a_terminal_ends_everything_and_tears_down(tmp_path, method):
     assert {path.name for path in tmp_path.glob("teardown-*")} == {"teardown-0", "teardown-1"}
 
 
+@pytest.mark.end_to_end
 @pytest.mark.skipif(not HAS_PROC, reason="finds processes through /proc")
 @methods("fork", "forkserver", "spawn")
 def test_all_processes_end_after_the_starter_is_killed(tmp_path, method):

@@ -70,7 +70,7 @@ class TestConformance(TrainingCases, Cases):
 
     test_key_on_one_rank = test_unused_parameters_unsupported = None  # these start a program
 
-    @pytest.fixture(scope="class", params=[2, 3])
+    @pytest.fixture(scope="class", params=[pytest.param(2, marks=pytest.mark.matrix), 3])
     @classmethod
     def kit(cls, request, tmp_path_factory):
         with pytest.MonkeyPatch.context() as patch:

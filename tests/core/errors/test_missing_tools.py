@@ -190,6 +190,7 @@ def test_an_attribute_of_lightnings_trainer(alone):
         _ = one.lightning_module
 
 
+@pytest.mark.end_to_end
 def test_core_trains_without_the_tools(alone, tmp_path):
     one = gt.Trainer(
         accelerator="cpu", max_epochs=1, output=tmp_path / "run", enable_progress_bar=False

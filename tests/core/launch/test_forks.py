@@ -67,6 +67,7 @@ def test_a_signal_that_comes_in_the_middle_of_a_fork_still_ends_the_run(monkeypa
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
+@pytest.mark.end_to_end
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for a file in /proc")
 def test_loader_workers_leave_no_folder_after_an_error(tmp_path):
     program = """

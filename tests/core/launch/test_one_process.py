@@ -27,6 +27,7 @@ def test_a_launcher_that_started_more_processes_than_are_planned_is_refused(monk
         fit(devices=1)
 
 
+@pytest.mark.end_to_end
 def test_one_process_of_torchrun_trains_and_records_its_error_for_torchrun(monkeypatch, tmp_path):
     for name, value in ONE_OF_TORCHRUNS.items():
         monkeypatch.setenv(name, value)
