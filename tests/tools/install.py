@@ -2,7 +2,8 @@
 
 The packages take 2 GB, most of it torch, and would take each environment a minute. All environments
 share the same files and versions. Only the distributions of this repository are installed in each
-environment. Two environments do not share: ``discovery`` has no torch, and ``wheels`` has for each
+environment. The folder must be called ``site-packages``: hypothesis reads the constants of all
+modules elsewhere, which takes 10 s. Two environments do not share: ``discovery`` has no torch, and ``wheels`` has for each
 distribution only its declared requirements.
 
     python tests/tools/install.py FOLDER PIP'S ARGUMENTS ...
