@@ -2,9 +2,11 @@
 
 The packages take 2 GB, most of it torch, and would take each environment a minute. All environments
 share the same files and versions. Only the distributions of this repository are installed in each
-environment. The folder must be called ``site-packages``: hypothesis reads the constants of all
-modules elsewhere, which takes 10 s. Two environments do not share: ``discovery`` has no torch, and ``wheels`` has for each
+environment. Two environments do not share: ``discovery`` has no torch, and ``wheels`` has for each
 distribution only its declared requirements.
+
+The folder is called ``site-packages``, because hypothesis reads the constants of all modules in
+other folders, which takes each process 10 s.
 
     python tests/tools/install.py FOLDER PIP'S ARGUMENTS ...
 """
