@@ -78,6 +78,7 @@ def test_a_rank_that_fails(tmp_path, kind, rank, where):
 # --- the process that starts the ranks -----------------------------------------------------------
 
 
+@end_to_end  # by default: test_workers.py of parallel, and ddp_spawn
 def test_ctrl_c_while_the_starter_waits_for_a_rank(tmp_path):
     # Rank 1 is stopped, so rank 0 is blocked in a collective where no Python handler runs.
     with start(tmp_path, "SIGSTOP", 1, "train", LOADER_WORKERS="1") as run:
