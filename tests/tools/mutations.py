@@ -69,297 +69,252 @@ BAGUA, DDP, PARALLEL, SPAWN = (
     f"plugins/strategies/{name}/src/geartrain_{name}"
     for name in ("bagua", "ddp", "parallel", "spawn")
 )
-ROOMS = ("loop", "sharding", "metrics", "checkpoint", "launch", "ddp", "spawn", "bagua")
+#: Room -> file -> (text that occurs once, its replacement, the effect that a user would see).
+CHANGES = {
+    "loop": {
+        f"{CORE}/loop/fit.py": [
+            ("loss / size", "loss + 0", "accumulated gradients are a sum"),
+            (
+                'step_schedules(run, "step", run.step + 1)',
+                'step_schedules(run, "step", run.step)',
+                "a scheduler of every second step is one step early",
+            ),
+            (
+                "flushes = run.step % options.log_every_n_steps == 0",
+                "flushes = (run.step - 1) % options.log_every_n_steps == 0",
+                "metrics are reported at other steps",
+            ),
+            (
+                "    run.loop.resumed = None\n",
+                "    resumed = None\n",
+                "the second epoch after a resume skips batches again",
+            ),
+            (
+                "done // every > (done - taken) // every",
+                "done % every == 0",
+                "accumulation steps over a validation",
+            ),
+        ],
+    },
+    "sharding": {
+        f"{PARALLEL}/sharding.py": [
+            (
+                "target = math.ceil(len(items) / size) * size",
+                "target = len(items) // size * size",
+                "the last samples are never trained on",
+            ),
+            (
+                "seed = self.order_seed + self.epoch",
+                "seed = self.order_seed",
+                "each epoch has the same order",
+            ),
+            (
+                "len(range(self.rank, total, self.size))",
+                "len(range(0, total, self.size))",
+                "a rank evaluates, or waits for, a batch too many",
+            ),
+            (
+                'if type(batches) is BatchSampler and stage != "predict":',
+                "if type(batches) is BatchSampler:",
+                "predictions have another order than in one process",
+            ),
+            (
+                "return int(run.hooks.broadcast(run=run, obj=drawn, src=0))",
+                "return int(drawn)",
+                "without a seed, ranks train on the same samples and leave others out",
+            ),
+        ],
+    },
+    "metrics": {
+        f"{CORE}/metrics/store.py": [
+            (
+                "size = 1 if batch is None else sizer.size(batch) or 1",
+                "size = 1",
+                "a short last batch counts as much as a full one",
+            ),
+            (".last = (0.0, 0)\n", ".last += ()\n", "a value of an earlier step is reported again"),
+            (
+                "if self.source is not None:\n            self.source.reset()",
+                "if self.source is not None and self.spec.on_epoch:\n"
+                "            self.source.reset()",
+                "a metric that is logged only by steps keeps its state over epochs",
+            ),
+        ],
+        f"{CORE}/metrics/reductions.py": [
+            ("return b if b != b else max(a, b)", "return max(a, b)", "a NaN is lost"),
+        ],
+        f"{PARALLEL}/metrics.py": [
+            (
+                "stop = bool(header[:, 2].any())",
+                "stop = bool(header[0, 2])",
+                "only rank 0 can stop a run",
+            ),
+        ],
+    },
+    "checkpoint": {
+        f"{CORE}/checkpoint/checkpoints.py": [
+            ("if run.world.size > 1:", "if False:", "a rank reads a file that rank 0 still writes"),
+        ],
+        f"{CORE}/checkpoint/files.py": [
+            ("weights_only=True)\n", "weights_only=False)\n", "loading a file runs the code in it"),
+        ],
+        f"{CORE}/checkpoint/training_state.py": [
+            (
+                '"batch_idx": run.batch_idx if within else 0,',
+                '"batch_idx": run.batch_idx,',
+                "a resume after an epoch skips the next one's batches",
+            ),
+            (
+                'run.loop.batches_seen = fit["batches_seen"]\n',
+                "pass\n",
+                "a validation interval across epochs starts from scratch",
+            ),
+        ],
+        "plugins/callbacks/callbacks/src/geartrain_callbacks/model_checkpoint.py": [
+            (
+                "if 0 < self.save_top_k <= len(ranked)",
+                "if 0 < self.save_top_k < len(ranked)",
+                "save_top_k files and one more",
+            ),
+        ],
+    },
+    "launch": {
+        f"{PARALLEL}/launching.py": [
+            (
+                "node * local_size + i,",
+                "i * nodes + node,",
+                "on several nodes a rank's number does not fit its local rank",
+            ),
+        ],
+        f"{PARALLEL}/nodes.py": [
+            (
+                "if int(text) >= num_nodes:",
+                "if int(text) > num_nodes:",
+                "a node numbered from 1 waits without end",
+            ),
+        ],
+        f"{PARALLEL}/rendezvous.py": [
+            (
+                'PrefixStore(f"geartrain/{attempt}", ',
+                'PrefixStore("geartrain", ',
+                "ranks that torchrun restarts look for the store of the first attempt",
+            ),
+        ],
+        f"{PARALLEL}/failures.py": [
+            (
+                "key=lambda failure: (failure.is_lost_connection, failure.when)",
+                "key=lambda failure: failure.when",
+                "the error blames a rank that only lost its connection",
+            ),
+        ],
+        f"{PARALLEL}/workers.py": [
+            (
+                "            sys.stdout.flush()\n",
+                "",
+                "the last lines of a program whose rank failed are lost",
+            ),
+        ],
+    },
+    "ddp": {
+        f"{DDP}/strategy.py": [
+            (
+                "if last or not isinstance(",
+                "if first or not isinstance(",
+                "with accumulation, ranks use different gradients",
+            ),
+            (
+                "world_size=place.size, timeout=self.timeout",
+                "world_size=place.size",
+                "a run whose rank hangs ends after half an hour, whatever its timeout",
+            ),
+        ],
+        f"{PARALLEL}/strategy.py": [
+            (
+                "        if run.world.size > 1:\n            collectives.broadcast_weights",
+                '        if run.world.size > 1 and run.command == "fit":\n'
+                "            collectives.broadcast_weights",
+                "without a seed each rank evaluates other weights",
+            ),
+        ],
+        f"{PARALLEL}/collectives.py": [
+            (".div_(", ".sub_(0 * ", "manual optimisation uses the sum over ranks"),
+            (
+                "return [part[: shape[0]] for part, shape in zip(table, shapes, strict=True)]",
+                "return [part[: len(tensor)] for part in table]",
+                "all_gather cuts or pads other ranks' rows",
+            ),
+        ],
+    },
+    "spawn": {
+        f"{SPAWN}/rank.py": [
+            (
+                "if job.place.local_rank == 0 else DONE",
+                "if job.place.rank == 0 else DONE",
+                "the second node gets no result",
+            ),
+            (
+                "        torch.set_rng_state(self.torch_random)\n",
+                "",
+                "a seed that the caller set is forgotten",
+            ),
+        ],
+        f"{SPAWN}/files.py": [
+            (
+                "access=mmap.ACCESS_COPY",
+                "access=mmap.ACCESS_WRITE",
+                "ranks write into each other's weights",
+            ),
+        ],
+        f"{SPAWN}/pickles.py": [
+            ("obj.storage_offset(),", "0,", "a view is returned as the beginning of its tensor"),
+        ],
+        f"{SPAWN}/starter.py": [
+            (
+                "verdict = self._supervisor.judge(left=remaining)",
+                "verdict = self._supervisor.judge()",
+                "the error names a rank that lost its connection, not the rank that exited",
+            ),
+        ],
+    },
+    "bagua": {
+        f"{BAGUA}/algorithms/decentralized.py": [
+            (
+                "number=self.steps // self.communication_interval",
+                "number=self.steps",
+                "shift_one with an interval always has the same partners",
+            ),
+        ],
+        f"{BAGUA}/algorithms/power_sgd.py": [
+            ("self.error -= approximation", "self.error.zero_()", "no error feedback"),
+        ],
+        f"{BAGUA}/qadam_optimizer.py": [
+            (
+                "if number < self.warmup_steps:",
+                "if number <= self.warmup_steps:",
+                "the warm-up is a step longer",
+            ),
+        ],
+        f"{BAGUA}/buckets.py": [
+            (
+                "if len(grads) < len(self.views) or self.numel < len(self.flat):",
+                "if self.numel < len(self.flat):",
+                "a parameter that a step leaves out gets an earlier step's gradient",
+            ),
+        ],
+        f"{BAGUA}/compression.py": [
+            (
+                "(parts.mean(0) if average else parts.sum(0))",
+                "parts.mean(0)",
+                "bytegrad with average=False averages",
+            ),
+        ],
+    },
+}
 MUTATIONS = [
-    # --- loop ---
-    Mutation(
-        "loop",
-        f"{CORE}/loop/fit.py",
-        "loss / size",
-        "loss + 0",
-        "accumulated gradients are a sum",
-    ),
-    Mutation(
-        "loop",
-        f"{CORE}/loop/fit.py",
-        'step_schedules(run, "step", run.step + 1)',
-        'step_schedules(run, "step", run.step)',
-        "a scheduler of every second step is one step early",
-    ),
-    Mutation(
-        "loop",
-        f"{CORE}/loop/fit.py",
-        "flushes = run.step % options.log_every_n_steps == 0",
-        "flushes = (run.step - 1) % options.log_every_n_steps == 0",
-        "metrics are reported at other steps",
-    ),
-    Mutation(
-        "loop",
-        f"{CORE}/loop/fit.py",
-        "    run.loop.resumed = None\n",
-        "    resumed = None\n",
-        "the second epoch after a resume skips batches again",
-    ),
-    Mutation(
-        "loop",
-        f"{CORE}/loop/fit.py",
-        "done // every > (done - taken) // every",
-        "done % every == 0",
-        "accumulation steps over a validation",
-    ),
-    # --- sharding ---
-    Mutation(
-        "sharding",
-        f"{PARALLEL}/sharding.py",
-        "target = math.ceil(len(items) / size) * size",
-        "target = len(items) // size * size",
-        "the last samples are never trained on",
-    ),
-    Mutation(
-        "sharding",
-        f"{PARALLEL}/sharding.py",
-        "seed = self.order_seed + self.epoch",
-        "seed = self.order_seed",
-        "each epoch has the same order",
-    ),
-    Mutation(
-        "sharding",
-        f"{PARALLEL}/sharding.py",
-        "len(range(self.rank, total, self.size))",
-        "len(range(0, total, self.size))",
-        "a rank evaluates, or waits for, a batch too many",
-    ),
-    Mutation(
-        "sharding",
-        f"{PARALLEL}/sharding.py",
-        'if type(batches) is BatchSampler and stage != "predict":',
-        "if type(batches) is BatchSampler:",
-        "predictions have another order than in one process",
-    ),
-    Mutation(
-        "sharding",
-        f"{PARALLEL}/sharding.py",
-        "return int(run.hooks.broadcast(run=run, obj=drawn, src=0))",
-        "return int(drawn)",
-        "without a seed, ranks train on the same samples and leave others out",
-    ),
-    # --- metrics ---
-    Mutation(
-        "metrics",
-        f"{CORE}/metrics/store.py",
-        "size = 1 if batch is None else sizer.size(batch) or 1",
-        "size = 1",
-        "a short last batch counts as much as a full one",
-    ),
-    Mutation(
-        "metrics",
-        f"{CORE}/metrics/store.py",
-        ".last = (0.0, 0)\n",
-        ".last += ()\n",
-        "a value of an earlier step is reported again",
-    ),
-    Mutation(
-        "metrics",
-        f"{CORE}/metrics/reductions.py",
-        "return b if b != b else max(a, b)",
-        "return max(a, b)",
-        "a NaN is lost",
-    ),
-    Mutation(
-        "metrics",
-        f"{CORE}/metrics/store.py",
-        "if self.source is not None:\n            self.source.reset()",
-        "if self.source is not None and self.spec.on_epoch:\n            self.source.reset()",
-        "a metric that is logged only by steps keeps its state of earlier epochs",
-    ),
-    Mutation(
-        "metrics",
-        f"{PARALLEL}/metrics.py",
-        "stop = bool(header[:, 2].any())",
-        "stop = bool(header[0, 2])",
-        "only rank 0 can stop a run",
-    ),
-    # --- checkpoint ---
-    Mutation(
-        "checkpoint",
-        f"{CORE}/checkpoint/checkpoints.py",
-        "if run.world.size > 1:",
-        "if False:",
-        "a rank reads a file that rank 0 still writes",
-    ),
-    Mutation(
-        "checkpoint",
-        f"{CORE}/checkpoint/files.py",
-        "weights_only=True)\n",
-        "weights_only=False)\n",
-        "loading a file runs the code in it",
-    ),
-    Mutation(
-        "checkpoint",
-        f"{CORE}/checkpoint/training_state.py",
-        '"batch_idx": run.batch_idx if within else 0,',
-        '"batch_idx": run.batch_idx,',
-        "a resume after an epoch skips the next one's batches",
-    ),
-    Mutation(
-        "checkpoint",
-        f"{CORE}/checkpoint/training_state.py",
-        'run.loop.batches_seen = fit["batches_seen"]\n',
-        "pass\n",
-        "a validation interval across epochs starts from scratch",
-    ),
-    Mutation(
-        "checkpoint",
-        "plugins/callbacks/callbacks/src/geartrain_callbacks/model_checkpoint.py",
-        "if 0 < self.save_top_k <= len(ranked)",
-        "if 0 < self.save_top_k < len(ranked)",
-        "save_top_k files and one more",
-    ),
-    # --- launch ---
-    Mutation(
-        "launch",
-        f"{PARALLEL}/launching.py",
-        "node * local_size + i,",
-        "i * nodes + node,",
-        "on several nodes a rank's number does not fit its local rank",
-    ),
-    Mutation(
-        "launch",
-        f"{PARALLEL}/nodes.py",
-        "if int(text) >= num_nodes:",
-        "if int(text) > num_nodes:",
-        "a node numbered from 1 waits without end",
-    ),
-    Mutation(
-        "launch",
-        f"{PARALLEL}/rendezvous.py",
-        'PrefixStore(f"geartrain/{attempt}", ',
-        'PrefixStore("geartrain", ',
-        "ranks that torchrun restarts look for the store of the first attempt",
-    ),
-    Mutation(
-        "launch",
-        f"{PARALLEL}/failures.py",
-        "key=lambda failure: (failure.is_lost_connection, failure.when)",
-        "key=lambda failure: failure.when",
-        "the error blames a rank that only lost its connection",
-    ),
-    Mutation(
-        "launch",
-        f"{PARALLEL}/workers.py",
-        "            sys.stdout.flush()\n",
-        "",
-        "the last lines of a program whose rank failed are lost",
-    ),
-    # --- ddp ---
-    Mutation(
-        "ddp",
-        f"{DDP}/strategy.py",
-        "if last or not isinstance(",
-        "if first or not isinstance(",
-        "with accumulation, ranks use different gradients",
-    ),
-    Mutation(
-        "ddp",
-        f"{PARALLEL}/strategy.py",
-        "        if run.world.size > 1:\n            collectives.broadcast_weights",
-        '        if run.world.size > 1 and run.command == "fit":\n'
-        "            collectives.broadcast_weights",
-        "without a seed each rank evaluates other weights",
-    ),
-    Mutation(
-        "ddp",
-        f"{DDP}/strategy.py",
-        "world_size=place.size, timeout=self.timeout",
-        "world_size=place.size",
-        "a run whose rank hangs ends after half an hour, whatever its timeout",
-    ),
-    Mutation(
-        "ddp",
-        f"{PARALLEL}/collectives.py",
-        ".div_(",
-        ".sub_(0 * ",
-        "manual optimisation uses the sum over ranks",
-    ),
-    Mutation(
-        "ddp",
-        f"{PARALLEL}/collectives.py",
-        "return [part[: shape[0]] for part, shape in zip(table, shapes, strict=True)]",
-        "return [part[: len(tensor)] for part in table]",
-        "all_gather cuts or pads other ranks' rows",
-    ),
-    # --- spawn ---
-    Mutation(
-        "spawn",
-        f"{SPAWN}/rank.py",
-        "if job.place.local_rank == 0 else DONE",
-        "if job.place.rank == 0 else DONE",
-        "the second node gets no result",
-    ),
-    Mutation(
-        "spawn",
-        f"{SPAWN}/rank.py",
-        "        torch.set_rng_state(self.torch_random)\n",
-        "",
-        "a seed that the caller set is forgotten",
-    ),
-    Mutation(
-        "spawn",
-        f"{SPAWN}/files.py",
-        "access=mmap.ACCESS_COPY",
-        "access=mmap.ACCESS_WRITE",
-        "ranks write into each other's weights",
-    ),
-    Mutation(
-        "spawn",
-        f"{SPAWN}/pickles.py",
-        "obj.storage_offset(),",
-        "0,",
-        "a view is returned as the beginning of its tensor",
-    ),
-    Mutation(
-        "spawn",
-        f"{SPAWN}/starter.py",
-        "verdict = self._supervisor.judge(left=remaining)",
-        "verdict = self._supervisor.judge()",
-        "the error names a rank that lost its connection, not the rank that exited",
-    ),
-    # --- bagua ---
-    Mutation(
-        "bagua",
-        f"{BAGUA}/algorithms/decentralized.py",
-        "number=self.steps // self.communication_interval",
-        "number=self.steps",
-        "shift_one with an interval always has the same partners",
-    ),
-    Mutation(
-        "bagua",
-        f"{BAGUA}/algorithms/power_sgd.py",
-        "self.error -= approximation",
-        "self.error.zero_()",
-        "no error feedback",
-    ),
-    Mutation(
-        "bagua",
-        f"{BAGUA}/qadam_optimizer.py",
-        "if number < self.warmup_steps:",
-        "if number <= self.warmup_steps:",
-        "the warm-up is a step longer",
-    ),
-    Mutation(
-        "bagua",
-        f"{BAGUA}/buckets.py",
-        "if len(grads) < len(self.views) or self.numel < len(self.flat):",
-        "if self.numel < len(self.flat):",
-        "a parameter that a step leaves out gets an earlier step's gradient",
-    ),
-    Mutation(
-        "bagua",
-        f"{BAGUA}/compression.py",
-        "(parts.mean(0) if average else parts.sum(0))",
-        "parts.mean(0)",
-        "bytegrad with average=False averages",
-    ),
+    Mutation(room, file, *change)
+    for room, files in CHANGES.items()
+    for file, changes in files.items()
+    for change in changes
 ]
 
 
@@ -379,7 +334,7 @@ def check():
             wrong.append(f"{number}: {each.file} has {each.old.strip()!r} {times} times, not once")
         elif ast.dump(ast.parse(text)) == ast.dump(ast.parse(text.replace(each.old, each.new))):
             wrong.append(f"{number}: {each.file} is the same program after the change")
-    if wrong or tuple(dict.fromkeys(each.room for each in MUTATIONS)) != ROOMS:
+    if wrong:
         sys.exit("\n".join(["tests/tools/mutations.py does not fit the source:", *wrong]))
 
 
