@@ -7,9 +7,13 @@ from torch import nn
 import geartrain as gt
 from geartrain.testing import ThreadRanks
 
-pytest.importorskip("torch_geometric", reason="tests/requirements.txt installs it")
-
 pytestmark = pytest.mark.timeout(240)  # the tests train, which takes longer on a busy machine
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _torch_geometric():
+    """Import it in the process that runs these tests; it takes seconds."""
+    pytest.importorskip("torch_geometric", reason="tests/requirements.txt installs it")
 
 
 @pytest.mark.example
