@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import geartrain as gt
 
 #: Seconds for a cell, with the start of its ranks. A rank that hangs is ended.
-SECONDS = 30
+SECONDS = 60
 APART = "the ranks are in different collectives: "
 #: Event -> the error, in which ``{one}`` is the rank of the event; ``None`` for the result of one
 #: process.
@@ -125,7 +125,7 @@ def train(strategy, event, one):
         accelerator="cpu",
         devices=2,
         strategy=strategy,
-        strategy_options={"timeout": 25.0, **options},
+        strategy_options={"timeout": 50.0, **options},
         max_epochs=2,
         enable_progress_bar=False,
         log_every_n_steps=1,
