@@ -66,8 +66,8 @@ Each `run` is the `geartrain.Run`: plan, module, device, world, counters, metric
 #: Sections of docs/plugin-api.md: heading -> names of geartrain.plugin_api.
 API_SECTIONS = {
     "Plugins and plans": (
-        *("Registry", "InstalledPlugin", "PluginInfo", "LoadedPlugin", "Hooks", "Setup"),
-        *("RankProperties", "KNOWN"),
+        *("Registry", "InstalledPlugin", "PluginInfo", "LoadedPlugin", "Hooks", "TrainerBase"),
+        "KNOWN",
     ),
     "Messages and options": (
         *("nearest", "write_instead", "user_path", "seconds", "check_attributes", "check_module"),

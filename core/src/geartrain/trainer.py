@@ -35,10 +35,10 @@ from geartrain.module.module import DataModule, Module, overridden
 from geartrain.options import refuse_unknown
 from geartrain.plan import Plan
 from geartrain.planning.components import Setup
-from geartrain.planning.rank_properties import RankProperties
+from geartrain.planning.trainer_base import TrainerBase
 
 
-class Trainer(RankProperties):
+class Trainer(TrainerBase):
     """Trains a module.
 
     ``__init__`` checks and plans everything before anything starts; ``trainer.plan`` is the plan.
@@ -144,11 +144,9 @@ class Trainer(RankProperties):
     ) -> None:
         arguments = dict(locals())
         refuse_unknown("Trainer", unknown, Trainer)
-        self._setup = Setup.of(arguments)
+        super().__init__(arguments)
         if seed is not None:  # now, so that a module made after this trainer has the seed's weights
             seed_everything(seed)
-        self.hooks = Hooks(self._setup.parts)
-        self._run: Run | None = None
         #: The argument of :meth:`predict`; a plugin may set it if it is ``None``.
         self.return_predictions: bool | None = None
 

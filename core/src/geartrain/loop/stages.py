@@ -10,12 +10,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from geartrain.checkpoint.training_state import restore_random_state, set_random
-from geartrain.data.loaders import (
-    describe,
-    each_loader,
-    end_workers,
-    loader_batch_size,
-)
+from geartrain.data.loaders import describe, each_loader, end_workers, loader_batch_size
 from geartrain.data.stage import Stage
 from geartrain.errors import UsageError
 from geartrain.loop.step_forwarder import check_loader_count

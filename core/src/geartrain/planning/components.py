@@ -209,7 +209,7 @@ def _warn_of_failed(registry: Registry, choices: _Choices, parts: Sequence[Loade
                 home, label = candidate.distribution, candidate.label
                 hint = f"use another version of {home}, or --block {label}"
                 message = f"{message}. Fix: {hint}"
-            warnings.warn(message, stacklevel=4)
+            warnings.warn(message, stacklevel=5)
 
 
 def _as_launched(

@@ -20,7 +20,6 @@ from geartrain.hooks.spelling import OVERRIDES, check_attributes
 from geartrain.launch.cluster import ClusterEnvironment, detect
 from geartrain.launch.rerun_command import START_COMMAND
 from geartrain.options import seconds
-from geartrain.planning.rank_properties import RankProperties
 from geartrain.planning.registry import InstalledPlugin, Registry
 
 if TYPE_CHECKING:
@@ -30,12 +29,11 @@ if TYPE_CHECKING:
 __all__ = [  # noqa: F405
     "KNOWN", "OVERRIDES", "START_COMMAND", "AppendedFile", "BatchSizer", "ClusterEnvironment",
     "DataSource", "Hooks", "InstalledPlugin", "LoadedPlugin", "LocalMetric", "MappedBatches",
-    "MetricOptions", "PluginInfo", "RankCoordinator", "RankProperties", "Registry", "Setup",
-    "Stage", "StepForwarder", "check_attributes", "check_module", "close_batches",
-    "detect", "drawing_from", "experiment", "length", "libraries", "load_optimizer", "map_nested",
-    "map_tensors", "move", "nearest", "not_plain", "overridden", "parameters_of",
-    "raise_on_signals", "reductions", "remove_abandoned", "replacing", "seconds", "user_path",
-    "with_samplers", "write_instead",
+    "MetricOptions", "PluginInfo", "RankCoordinator", "Registry", "Stage", "StepForwarder",
+    "TrainerBase", "check_attributes", "check_module", "close_batches", "detect", "drawing_from",
+    "experiment", "length", "libraries", "load_optimizer", "map_nested", "map_tensors", "move",
+    "nearest", "not_plain", "overridden", "parameters_of", "raise_on_signals", "reductions",
+    "remove_abandoned", "replacing", "seconds", "user_path", "with_samplers", "write_instead",
 ]
 # fmt: on
 

@@ -15,4 +15,4 @@ from geartrain.metrics.local import LocalMetric, MetricOptions
 from geartrain.metrics.objects import libraries
 from geartrain.module.module import overridden
 from geartrain.module.nested import map_nested, map_tensors, move, not_plain
-from geartrain.planning.components import Setup
+from geartrain.planning.trainer_base import TrainerBase

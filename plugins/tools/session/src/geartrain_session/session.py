@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from geartrain import Run, UsageError, seed_everything
 from geartrain.plugin_api import (
     Hooks,
-    RankProperties,
-    Setup,
+    TrainerBase,
     parameters_of,
     user_path,
     write_instead,
@@ -32,7 +31,7 @@ from geartrain_session.session_run import SessionRun
 from geartrain_session.workers import FunctionWorker, ScriptWorker
 
 
-class Session(RankProperties):
+class Session(TrainerBase):
     """The features of :class:`geartrain.Trainer` for a loop that the user writes.
 
     Names are as in Lightning Fabric. The constructor checks and plans everything; ``session.plan``
@@ -102,14 +101,13 @@ class Session(RankProperties):
         self.callbacks = Callbacks(
             callback for callback in given if not any(callback is plugin for plugin in hook_plugins)
         )
-        self._setup = Setup.of(
+        super().__init__(
             arguments
             | {"callbacks": hook_plugins, "max_epochs": -1}
             | {"num_sanity_val_steps": 0, "enable_progress_bar": False}
         )
         if seed is not None:
             seed_everything(seed)
-        self.hooks = Hooks(self._setup.parts)
         check_hooks(self.hooks, self._setup.parts)
         self._setup.check(self.hooks, Models)
         self._forget_run()

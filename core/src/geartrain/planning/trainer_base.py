@@ -1,23 +1,31 @@
-"""The properties that a Trainer and a Session share."""
+"""The base class of Trainer and Session."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from geartrain.hooks.manager import Hooks
+from geartrain.planning.components import Setup
 
 if TYPE_CHECKING:
     from geartrain.launch.cluster import ClusterEnvironment
     from geartrain.loop.run import Run
     from geartrain.plan import Plan
-    from geartrain.planning.components import Setup
 
 
-class RankProperties:
-    """Ranks are those of the running Run, otherwise of the launcher's environment."""
+class TrainerBase:
+    """The base class of Trainer and Session: parts and plan by ``arguments`` of a Trainer, ranks.
 
-    #: The parts and the plan; another process gets them as this value.
-    _setup: Setup
-    _run: Run | None
+    Ranks are those of the running Run, otherwise of the launcher's environment.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        #: The parts and the plan; another process gets them as this value.
+        self._setup = Setup.of(arguments)
+        self.hooks = Hooks(self._setup.parts)
+        self._run: Run | None = None
 
     @property
     def plan(self) -> Plan:
