@@ -3,6 +3,7 @@
 import ast
 import inspect
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,36 @@ import pytest
 from geartrain import plugin_api
 from geartrain.plugin_api import with_torch
 
-LISTED = Path(__file__).parents[1] / "surface.json"
+ROOT = Path(__file__).parents[2]
+LISTED = ROOT / "tests" / "surface.json"
+#: Names with one user, and no other way: Session is a second Trainer; geartrain.parallel adds the
+#: cases of several ranks to core's handling of signals, which a run in one process needs too.
+SINGLE_USER = {"TrainerBase", "raise_on_signals"}
+
+
+@pytest.fixture(scope="module")
+def importers():
+    """Return name of plugin_api -> the distributions that import it."""
+    found = {name: set() for name in plugin_api.__all__}
+    for path in ROOT.glob("plugins/*/*/src/**/*.py"):
+        distribution = path.relative_to(ROOT).parts[2]
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module == "geartrain.plugin_api":
+                for name in node.names:
+                    found[name.name].add(distribution)
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "plugin_api":
+                found[node.attr].add(distribution)
+    return found
+
+
+def test_a_name_has_two_users_or_a_page_for_authors(importers):
+    linked = set()
+    for page in ROOT.glob("docs/write-a*.md"):
+        linked.update(re.findall(r"plugin-api\.md#(\w+)", page.read_text(encoding="utf-8")))
+    hooks = (ROOT / "docs" / "hooks.md").read_text(encoding="utf-8")
+    single = [name for name, users in importers.items() if len(users) < 2]
+    single = [name for name in single if not re.search(rf"\b{name}\b", hooks)]
+    assert {name for name in single if name.lower() not in linked} == SINGLE_USER
 
 
 @pytest.mark.parametrize("name", plugin_api.__all__)
