@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from geartrain.plugin_api import ClusterEnvironment
 
-_numbers = ClusterEnvironment.read_numbers
+_read_numbers = ClusterEnvironment.read_numbers
 
 _NUMBERS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 
@@ -16,7 +16,7 @@ def horovodrun(environ: Mapping[str, str]) -> ClusterEnvironment | None:
 
     Source: https://horovod.readthedocs.io/en/stable/running_include.html
     """
-    found = _numbers(environ, *(f"HOROVOD_{n}" for n in _NUMBERS))
+    found = _read_numbers(environ, *(f"HOROVOD_{n}" for n in _NUMBERS))
     if found is None:
         return None
     rank, size, local_rank, local_size, node_rank, _ = found

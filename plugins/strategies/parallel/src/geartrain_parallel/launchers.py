@@ -10,7 +10,7 @@ from pathlib import Path
 
 from geartrain.plugin_api import ClusterEnvironment
 
-_numbers = ClusterEnvironment.read_numbers
+_read_numbers = ClusterEnvironment.read_numbers
 
 _NUMBERS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 #: MPI launcher -> its variables for rank, size, local rank and local size.
@@ -28,8 +28,8 @@ def slurm(environ: Mapping[str, str]) -> ClusterEnvironment | None:
 
     Source: https://slurm.schedmd.com/srun.html
     """
-    found = _numbers(environ, "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
-    size = _numbers(environ, "SLURM_STEP_NUM_TASKS") or _numbers(environ, "SLURM_NTASKS")
+    found = _read_numbers(environ, "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
+    size = _read_numbers(environ, "SLURM_STEP_NUM_TASKS") or _read_numbers(environ, "SLURM_NTASKS")
     if found is None or size is None or size[0] < 2 or _is_shell(environ, found[1], size[0]):
         return None
     text = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))
@@ -71,7 +71,7 @@ def _first_host(environ: Mapping[str, str]) -> str | None:
 def mpi(environ: Mapping[str, str]) -> ClusterEnvironment | None:
     """Read an MPI launcher's variables. Nodes are assumed to have equally many ranks."""
     for launcher, names in _MPI.items():
-        found = _numbers(environ, *names)
+        found = _read_numbers(environ, *names)
         if found is not None and found[1] > 1:
             rank, size, local_rank, local_size = found
             host = _first_lsf_host(environ) if launcher == "LSF" else None
