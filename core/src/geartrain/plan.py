@@ -129,7 +129,7 @@ def make_plan(
     strategy: LoadedPlugin,
     devices: tuple[int, ...],
     num_nodes: int,
-    **rest: Any,
+    **decisions: Any,
 ) -> Plan:
     """Ask the strategy for its processes and make the plan."""
     layout = hooks.plan_processes(request=PlanRequest(accelerator.name, devices, num_nodes))
@@ -146,7 +146,7 @@ def make_plan(
         devices=devices,
         num_nodes=num_nodes,
         layout=layout,
-        **rest,
+        **decisions,
     )
     notes = getattr(strategy.plugin, "notes", None)
     return replace(plan, notes=notes(plan)) if callable(notes) else plan
@@ -161,7 +161,7 @@ def check_joins(plan: Plan, hooks: Hooks) -> None:
     if plan.processes == 1:
         return
     owners = {hook: hooks.owner(hook) for hook in _OF_SEVERAL_PROCESSES}
-    missing = [hook for hook, own in owners.items() if own is None or own.kind == "default"]
+    missing = [hook for hook, owner in owners.items() if owner is None or owner.kind == "default"]
     count = "as many" if plan.processes is None else plan.processes
     plans = f"{plan.strategy.label} plans {count} processes"
     plans += " as its launcher starts" if plan.processes is None else ""

@@ -124,12 +124,12 @@ def _same_on_all_ranks(part: LoadedPlugin) -> bool:
     return bool(getattr(part.plugin, "same_on_all_ranks", False))
 
 
-def _portable(state: Any, whose: str) -> Any:
+def _portable(state: Any, owner: str) -> Any:
     """Return a state on the CPU; ``None``, with a warning, if a checkpoint cannot hold it."""
     unsupported = not_plain(state)
     if unsupported is None:
         return map_tensors(state, _to_cpu)
-    message = f"{whose}: its state_dict() holds {unsupported}, which cannot be read as data alone"
+    message = f"{owner}: its state_dict() holds {unsupported}, which cannot be read as data alone"
     hint = "tensors, numbers, strings, and lists, tuples and dicts of them"
     warnings.warn(f"{message}, so checkpoints leave it out. Fix: {hint}", stacklevel=2)
     return None
@@ -249,11 +249,12 @@ def check_resumable(run: Run, state: dict[str, Any], path: Path, may_be_done: bo
     _check_same_classes("scheduler", fit["schedulers"], [s.scheduler for s in run.schedulers], path)
 
 
-def _check_same_classes(what: str, saved: list[dict[str, Any]], now: list[Any], path: Path) -> None:
-    saved_classes, classes = [one["class"] for one in saved], [type(one).__name__ for one in now]
+def _check_same_classes(kind: str, saved: list[dict[str, Any]], new: list[Any], path: Path) -> None:
+    saved_classes = [item["class"] for item in saved]
+    classes = [type(item).__name__ for item in new]
     if saved_classes != classes:
         raise TrainingError(
-            f"{path} has the {what}s {', '.join(saved_classes) or 'none'}, and "
+            f"{path} has the {kind}s {', '.join(saved_classes) or 'none'}, and "
             f"configure_optimizers made {', '.join(classes) or 'none'}. "
             "Fix: use the same ones, or start from the weights alone with checkpoint="
         )
@@ -296,28 +297,23 @@ def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
 
 def _warn_of_replay(run: Run, batch_idx: int) -> None:
     """Warn if a loader may not repeat its batches, or the random numbers in its workers."""
-    for loader in run.stages["train"].single_loaders():
-        _warn_of_replay_by(loader, run, batch_idx)
-    loader = next((one for one in _loaders(run) if getattr(one, "persistent_workers", False)), None)
-    if loader is not None and run.epoch and run.world.rank == 0:
-        message = f"the persistent workers of {describe(loader)} start again: if its dataset draws"
+    for loader in run.stages["train"].single_loaders() if run.world.rank == 0 else ():
+        one_shot = isinstance(loader, Iterator)
+        stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
+        if (stream and batch_idx) or (one_shot and (batch_idx or run.loop.batches_seen)):
+            message = "cannot be told where to resume"
+            if one_shot:
+                message = "is an iterator, which continues from its own position"
+            warnings.warn(
+                f"{describe(loader)} {message}: {batch_idx} batches are taken from it and thrown "
+                "away. They are those that were trained on only if it gives the same again",
+                stacklevel=2,
+            )
+    stay = [each for each in _loaders(run) if getattr(each, "persistent_workers", False)]
+    if stay and run.epoch and run.world.rank == 0:
+        message = f"the persistent workers of {describe(stay[0])} start again: if its dataset draws"
         message += " random numbers, they are others than without a stop"
         warnings.warn(f"{message}. Fix if it does: persistent_workers=False", stacklevel=2)
-
-
-def _warn_of_replay_by(loader: Any, run: Run, batch_idx: int) -> None:
-    one_shot = isinstance(loader, Iterator)
-    stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
-    reads = batch_idx or (one_shot and run.loop.batches_seen)
-    if run.world.rank == 0 and (one_shot or stream) and reads:
-        message = "cannot be told where to resume"
-        if one_shot:
-            message = "is an iterator, which continues from its own position"
-        warnings.warn(
-            f"{describe(loader)} {message}: {batch_idx} batches are taken from it and thrown away. "
-            "They are those that were trained on only if it gives the same again",
-            stacklevel=2,
-        )
 
 
 def _other_settings(run: Run, fit: dict[str, Any]) -> list[str]:
@@ -350,12 +346,12 @@ def _other_settings(run: Run, fit: dict[str, Any]) -> list[str]:
 
 
 def _refuse_other_parameters(
-    optimizer: Optimizer, saved: list[str], now: list[str], path: Path
+    optimizer: Optimizer, saved: list[str], current: list[str], path: Path
 ) -> None:
     """Refuse other parameters: torch pairs state and parameters by their order alone."""
-    if saved == now:
+    if saved == current:
         return
-    pairs = enumerate(zip_longest(saved, now, fillvalue="none"))
+    pairs = enumerate(zip_longest(saved, current, fillvalue="none"))
     index, was, present = next((i, a, b) for i, (a, b) in pairs if a != b)
     raise TrainingError(
         f"{path}: parameter {index} of {type(optimizer).__name__} was {was or 'unnamed'}, "
@@ -365,11 +361,11 @@ def _refuse_other_parameters(
 
 
 @contextmanager
-def _named_in_errors(path: Path, what: str) -> Iterator[None]:
+def _named_in_errors(path: Path, owner: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise TrainingError(f"{path}: the state of {what} does not fit: {error}") from error
+        raise TrainingError(f"{path}: the state of {owner} does not fit: {error}") from error
 
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -423,15 +419,15 @@ def _batches_in_this_world(run: Run, fit: dict[str, Any]) -> int:
     return batches
 
 
-def _load_parts(run: Run, fit: dict[str, Any], own: dict[str, Any], path: Path) -> None:
+def _load_parts(run: Run, fit: dict[str, Any], unshared: dict[str, Any], path: Path) -> None:
     """Load each part's state, this rank's own or the shared one; warn if either is missing."""
     shared, parts = fit["parts"], named_parts(run.hooks.parts)
     known = {*shared, *(name for rank in fit["ranks"] for name in rank["parts"])}
     stateless: list[str] = []
     for name, part in parts.items():
-        if name in shared or name in own:
+        if name in shared or name in unshared:
             with _named_in_errors(path, part.info.label):
-                part.plugin.load_state_dict(own[name] if name in own else shared[name])
+                part.plugin.load_state_dict(unshared[name] if name in unshared else shared[name])
         else:
             ranks = f" (it has one for each of {len(fit['ranks'])} ranks, not {run.world.size})"
             message = f"no saved state for {part.info.label}{ranks if name in known else ''}"
@@ -453,7 +449,7 @@ def random_now(run: Run) -> dict[str, Any]:
     """Return this rank's random state, and which loaders' persistent workers run."""
     loaders = _loaders(run)
     states = [generator.get_state() for generator in Stage(loaders).generators()]
-    started = [isinstance(one, DataLoader) and one._iterator is not None for one in loaders]
+    started = [isinstance(each, DataLoader) and each._iterator is not None for each in loaders]
     everywhere = random_state(run.device, every=run.plan.layout.devices_per_process > 1)
     return {**everywhere, "loaders": states, "workers": started}
 

@@ -65,8 +65,8 @@ def set_random_state(device: torch.device, state: dict[str, Any]) -> None:
         devices = [device]
         if len(state["cuda"]) > 1:
             devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-        for one, numbers in zip(devices, state["cuda"], strict=False):
-            torch.cuda.set_rng_state(numbers, one)
+        for target, numbers in zip(devices, state["cuda"], strict=False):
+            torch.cuda.set_rng_state(numbers, target)
     elif device.type == "mps" and "mps" in state:
         torch.mps.set_rng_state(state["mps"])
 

@@ -167,6 +167,6 @@ def wrapper_form(caller: HookCaller) -> str:
     )
 
 
-def wrong(part: LoadedPlugin, name: str, what: str, fix: str) -> NoReturn:
+def wrong(part: LoadedPlugin, name: str, message: str, hint: str) -> NoReturn:
     """Raise the error of a hookimpl that cannot be right."""
-    raise UsageError(f"{part.info.label}: its hookimpl {name!r} {what}. Fix: {fix}")
+    raise UsageError(f"{part.info.label}: its hookimpl {name!r} {message}. Fix: {hint}")

@@ -75,7 +75,7 @@ class Hooks:
         self._manager.add_hookspecs(hookspecs)
         self._own_hookspecs()
         attributes = vars(self._manager.hook).items()
-        callers = {name: one for name, one in attributes if isinstance(one, HookCaller)}
+        callers = {name: caller for name, caller in attributes if isinstance(caller, HookCaller)}
         in_order = [name for name in vars(hookspecs) if name in callers]  # pluggy sorts by name
         self._specs = {name: callers[name] for name in dict.fromkeys([*in_order, *callers])}
         self._impls = {id(p): check_part(p, self._specs, self._manager) for p in self._parts}
@@ -221,15 +221,15 @@ class Hooks:
         owners: dict[str, LoadedPlugin] = {}
         for hook in filter(self.is_single, self._specs):
             plain = [part for part in self._parts if self._plain(part, hook)]
-            ours = [part for kind in _OWNERS for part in plain if part.info.kind == kind]
+            ranked = [part for kind in _OWNERS for part in plain if part.info.kind == kind]
             others = [part for part in plain if part.info.kind not in _OWNERS]
             for part in others:
-                if ours and hook not in hooks_replaced_by(part):
-                    owner = ours[0].info.label
+                if ranked and hook not in hooks_replaced_by(part):
+                    owner = ranked[0].info.label
                     message = f"would silently switch off {hook} of {owner}, which owns it"
                     replace = f"Or, to replace the owner, say replaces = {{{hook!r}}} on the class."
                     wrong(part, hook, message, f"{wrapper_form(self._specs[hook])}\n{replace}")
-            claims = others or ours
+            claims = others or ranked
             if len(claims) > 1 and claims[0].info.kind == claims[1].info.kind:
                 both = f"{claims[0].info.label} and {claims[1].info.label}"
                 message, hint = f"{both} both mean to own the hook {hook!r}", "choose one of them"

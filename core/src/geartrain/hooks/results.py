@@ -93,5 +93,5 @@ class _Wrapper:
         return code
 
 
-def _lost(hook: str, what: str, fix: str) -> GeartrainError:
-    return (UsageError if hook == "plan_processes" else TrainingError)(f"{what}. Fix: {fix}")
+def _lost(hook: str, message: str, hint: str) -> GeartrainError:
+    return (UsageError if hook == "plan_processes" else TrainingError)(f"{message}. Fix: {hint}")

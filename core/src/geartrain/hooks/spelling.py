@@ -52,7 +52,7 @@ _SAME |= dict.fromkeys(["val", "valid", "validate"], "validation")
 
 def check_attributes(
     thing: Any,
-    whose: str,
+    label: str,
     methods: Iterable[str],
     values: Iterable[str] = (),
     base: type = object,
@@ -65,7 +65,7 @@ def check_attributes(
 
     Args:
         thing: an object, a class, or the module of a plugin file.
-        whose: its label, for the error.
+        label: of ``thing``, for the error.
         methods: names of the methods that geartrain reads.
         values: names of the other attributes that geartrain reads, among those in ``_VALUES``.
         base: the class of geartrain's that ``thing`` extends; its names are no misspellings.
@@ -82,40 +82,40 @@ def check_attributes(
             # If there is a hint, warn_of_others names the framework that would call it.
             if not is_own and not hint("method", name):
                 message = f"would never be called. Did you mean {meant!r}?"
-                raise UsageError(f"{whose}: its {name} {message} Fix: rename it")
+                raise UsageError(f"{label}: its {name} {message} Fix: rename it")
         elif (meant := nearly(name, values)) is not None and isinstance(value, _VALUES[meant]):
-            message = f"{whose}: nothing reads its {name} = {value!r}"
+            message = f"{label}: nothing reads its {name} = {value!r}"
             raise UsageError(f"{message}. Did you mean {meant!r}? Fix: rename it")
         elif name == "requires" and "replaces" in values and isinstance(value, _NAMES):
             raise UsageError(
-                f"{whose}: nothing reads its requires = {value!r}. Fix: replaces = {{HOOK}} to own "
+                f"{label}: nothing reads its requires = {value!r}. Fix: replaces = {{HOOK}} to own "
                 "a hook, dependencies in pyproject.toml, or check_plan to refuse a plan"
             )
     missing = [name for name in STATE if not callable(getattr(thing, name, None))]
     if len(missing) == 1 and reads >= STATE:
         has = f"it has {min(STATE - {*missing})} and no {missing[0]}"
-        message = f"{whose}: {has}, so no checkpoint would hold its state"
+        message = f"{label}: {has}, so no checkpoint would hold its state"
         raise UsageError(f"{message}. Fix: add {missing[0]}")
     if not may_yield:
         refuse_unrun(thing if isinstance(thing, type) else type(thing), sorted(reads - STATE))
 
 
-def check_plugin_attributes(plugin: Any, kind: str, whose: str, hooks: Iterable[str]) -> None:
+def check_plugin_attributes(plugin: Any, kind: str, label: str, hooks: Iterable[str]) -> None:
     """Refuse misspelt attributes of a plugin, strategy or accelerator; ``hooks`` are all hooks."""
     methods = {*hooks, *_METHODS_OF[""], *_METHODS_OF.get(kind, ())}
     values = OF_PLUGINS | {"same_on_all_ranks"} | _VALUES_OF.get(kind, set())
-    check_attributes(plugin, whose, methods, values)
+    check_attributes(plugin, label, methods, values)
 
 
 def warn_of_others(
-    thing: Any, whose: str, fix: str, base: type = object, modules: bool = True
+    thing: Any, label: str, remedy: str, base: type = object, modules: bool = True
 ) -> None:
     """Warn about methods that another framework would call, by vocabularies of ``geartrain.hints``.
 
     Args:
         thing: an object, a class, or the module of a plugin file.
-        whose: its label, for the warning.
-        fix: the end of the warning.
+        label: of ``thing``, for the warning.
+        remedy: the end of the warning.
         base: the class of geartrain's that ``thing`` extends.
         modules: True if methods of a Module and of a Callback count too.
     """
@@ -129,8 +129,8 @@ def warn_of_others(
         else:
             caller = hint("method", name) if name.startswith("on_") else ""
         if caller and not _is_called(name, spaces):
-            message = f"{whose}: its {name} is a method of {caller}, and nothing calls it here"
-            warnings.warn(f"{message}. Fix: {fix}", stacklevel=3)
+            message = f"{label}: its {name} is a method of {caller}, and nothing calls it here"
+            warnings.warn(f"{message}. Fix: {remedy}", stacklevel=3)
 
 
 def refuse_unrun(cls: type, names: Iterable[str]) -> None:
@@ -192,7 +192,7 @@ def _spaces(thing: Any, base: type) -> list[_Space]:
         home, everything = thing.__name__, vars(thing).items()
         return [{n: v for n, v in everything if getattr(v, "__module__", home) == home}]
     cls = thing if isinstance(thing, type) else type(thing)
-    of_classes = [dict(vars(one)) for one in cls.__mro__ if one not in base.__mro__]
+    of_classes = [dict(vars(ancestor)) for ancestor in cls.__mro__ if ancestor not in base.__mro__]
     return of_classes if cls is thing else [*of_classes, dict(getattr(thing, "__dict__", {}))]
 
 

@@ -54,7 +54,7 @@ def raise_on_signals(
     if threading.current_thread() is threading.main_thread():
         defaults = (signal.SIG_DFL, signal.default_int_handler)
         handlers = {number: signal.getsignal(number) for number in signals}
-        before = {number: own for number, own in handlers.items() if own in defaults}
+        before = {number: handler for number, handler in handlers.items() if handler in defaults}
     for number in before:
         signal.signal(number, interrupt)
     try:

@@ -64,11 +64,11 @@ def read_optimizers(returned: Any) -> tuple[list[Optimizer], list[Schedule]]:
     optimizers, schedules = _read_forms(returned)
     stepped = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
     for schedule in schedules:
-        own = getattr(schedule.scheduler, "optimizer", None)
-        if isinstance(own, Optimizer) and stepped.isdisjoint(map(id, own.param_groups)):
+        owner = getattr(schedule.scheduler, "optimizer", None)
+        if isinstance(owner, Optimizer) and stepped.isdisjoint(map(id, owner.param_groups)):
             raise UsageError(
                 f"configure_optimizers: the {type(schedule.scheduler).__name__} is of "
-                f"{type(own).__name__}, which was not returned: its rates would change nothing. "
+                f"{type(owner).__name__}, which was not returned: its rates would change nothing. "
                 "Fix: return that optimizer, or make the scheduler of one that is returned"
             )
     return optimizers, schedules

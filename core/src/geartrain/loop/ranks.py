@@ -62,13 +62,13 @@ class RankCoordinator:
     def broadcast_buffers(self, run: Run) -> None:
         """Copy rank 0's buffers to all ranks: each rank's BatchNorm has other statistics."""
 
-    def outputs(self, run: Run, mine: list[Any], loader: Any) -> list[Any]:
+    def outputs(self, run: Run, local: list[Any], loader: Any) -> list[Any]:
         """Return the outputs of ``predict_step`` of all ranks for a loader, from this rank's."""
-        return mine
+        return local
 
-    def gather_states(self, run: Run, mine: dict[str, Any]) -> list[dict[str, Any]]:
+    def gather_states(self, run: Run, local: dict[str, Any]) -> list[dict[str, Any]]:
         """Return all ranks' states, in order, on rank 0; on other ranks only their own."""
-        return [mine]
+        return [local]
 
     def gather(self, run: Run, data: Any, sync_grads: bool = False) -> Any:
         """Gather tensors and numbers as :meth:`geartrain.Module.all_gather` does."""

@@ -16,21 +16,21 @@ class _NoExperiment:
         return lambda *_, **__: self
 
 
-def experiment(own: Any, running: bool, label: str) -> Any:
+def experiment(instance: Any, running: bool, label: str) -> Any:
     """Return a logger's own object for its property ``experiment``.
 
     Args:
-        own: ``None`` if the logger writes nothing, as on all ranks but 0.
+        instance: ``None`` if the logger writes nothing, as on all ranks but 0.
         running: True from the logger's ``on_run_start`` to the end of the run.
         label: ``DISTRIBUTION[name]`` of the logger.
 
     Returns:
-        ``own``; instead of ``None`` an object whose methods do nothing.
+        ``instance``; instead of ``None`` an object whose methods do nothing.
 
     Raises:
         TrainingError: no run is under way.
     """
-    if own is None and not running:
+    if instance is None and not running:
         message = f"{label}: its experiment exists only in a run"
         raise TrainingError(f"{message}. Fix: use it from on_fit_start on, until on_fit_end")
-    return _NoExperiment() if own is None else own
+    return _NoExperiment() if instance is None else instance

@@ -252,7 +252,7 @@ class MetricStore:
         self._drain(self._metrics)
 
     def _drain(self, metrics: dict[str, _Metric]) -> None:
-        pending = [(one, *value) for one in metrics.values() for value in one.pending]
+        pending = [(metric, *value) for metric in metrics.values() for value in metric.pending]
         tensors = [value for _, value, _ in pending if isinstance(value, torch.Tensor)]
         read = iter(_read(tensors))
         for metric, value, weight in pending:

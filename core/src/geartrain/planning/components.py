@@ -197,7 +197,7 @@ def _warn_of_failed(registry: Registry, choices: _Choices, parts: Sequence[Loade
     """Warn about failed plugins that ``"auto"`` would have considered, or with a selected name."""
     names = {(part.info.kind, part.info.name.lower()) for part in parts}
     if str(choices.accelerator).lower() in ("auto", "gpu"):
-        names |= {("accelerator", one.name.lower()) for one in registry.of("accelerator")}
+        names |= {("accelerator", other.name.lower()) for other in registry.of("accelerator")}
     if str(choices.strategy).lower() == "auto":
         names |= {key for key in KNOWN if key[0] == "strategy"}
     if ("plugin", "progress_lines") in names:
