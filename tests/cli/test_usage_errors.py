@@ -33,7 +33,6 @@ OPTIONS = [
     ("--model.learning-rate 2", ["--model.learning_rate"]),
     ("--data.batchsize 2", ["--data.batchsize", "'data.batch_size'"]),
     ("--no-such-thing-at-all", ["--no_such_thing_at_all", "--help"]),
-    ("--json", ["--json"]),
     ("surplus", ["surplus"]),
     # a value
     ("--max-epochs", ["--max_epochs needs a value"]),

@@ -9,17 +9,6 @@ from difflib import get_close_matches
 class GeartrainError(Exception):
     """Base class of geartrain's own errors."""
 
-    @property
-    def message(self) -> str:
-        """The text before the fix."""
-        return str(self).removesuffix(f" Fix: {self.fix}")
-
-    @property
-    def fix(self) -> str:
-        """The action after ``Fix:``; empty if there is none, or if a traceback follows."""
-        _, found, action = str(self).rpartition(" Fix: ")
-        return action if found and "\n" not in action else ""
-
 
 class UsageError(GeartrainError, ValueError):
     """The arguments cannot work; nothing has been started. The command line exits with 2."""

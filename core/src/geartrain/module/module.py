@@ -169,8 +169,19 @@ class Module(HyperparametersMixin, nn.Module):
         """
         if self._run is None:
             raise RuntimeError(f"self.log({name!r}) works only while a Trainer runs this module")
-        options = (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, rank_zero_only)
-        self._run.logs.log(name, value, *options, batch_size, add_dataloader_idx)
+        self._run.logs.log(
+            name,
+            value,
+            prog_bar=prog_bar,
+            logger=logger,
+            on_step=on_step,
+            on_epoch=on_epoch,
+            reduce_fx=reduce_fx,
+            sync_dist=sync_dist,
+            rank_zero_only=rank_zero_only,
+            batch_size=batch_size,
+            add_dataloader_idx=add_dataloader_idx,
+        )
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
         """Log several values with the options of :meth:`log`.

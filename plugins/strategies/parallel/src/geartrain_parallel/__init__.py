@@ -7,8 +7,8 @@
   launcher and the rank of this process.
 - ``reserve``, ``variables``, ``threads``, ``join``, ``die_with_parent``, ``write_output_to``,
   ``raise_on_signals``, ``report``: for a strategy that starts its ranks in another way, such as
-  ``geartrain-spawn``. ``launch`` starts and connects ranks with ``bootstrap``, ``rendezvous`` and
-  ``sockets``.
+  ``geartrain-spawn``. ``launch`` starts and connects ranks with ``bootstrap``, ``nodes``,
+  ``rendezvous`` and ``sockets``.
 - ``Supervisor``, ``RankHandle``, ``Failure``, ``Patience``: watch the ranks that a strategy has
   started, decide which failed first, and end the others; ``is_connection``: true for an error that
   only says that another rank has gone.
@@ -29,7 +29,7 @@ from geartrain_parallel._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from geartrain.plugin_api import ClusterEnvironment, detect
-    from geartrain_parallel import bootstrap, rendezvous, sockets
+    from geartrain_parallel import bootstrap, nodes, rendezvous, sockets
     from geartrain_parallel.bootstrap import die_with_parent, write_output_to
     from geartrain_parallel.collectives import (
         average_gradients,
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 #: Module -> its names, as above.
 _NAMES = {
     "geartrain.plugin_api": "ClusterEnvironment detect",
-    "geartrain_parallel": "bootstrap rendezvous sockets",
+    "geartrain_parallel": "bootstrap nodes rendezvous sockets",
     "geartrain_parallel.bootstrap": "die_with_parent write_output_to",
     "geartrain_parallel.collectives": (
         "average_gradients broadcast_object broadcast_weights gather_uneven name_absent_ranks"
@@ -94,6 +94,7 @@ __all__ = [
     "join",
     "launch",
     "name_absent_ranks",
+    "nodes",
     "raise_on_signals",
     "refuse_unequal",
     "rendezvous",

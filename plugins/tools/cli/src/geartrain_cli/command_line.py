@@ -13,12 +13,10 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from geartrain import GeartrainError, UsageError, __version__
 from geartrain.plugin_api import KNOWN, Registry, nearest
-from geartrain_cli.json_output import errors_as_json
 from geartrain_cli.panel import panel
 
 if TYPE_CHECKING:
@@ -73,8 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"geartrain {__version__}")
         return 0
     others, whole = _without_flag(arguments[1:])
-    command = arguments[0]
-    return _guarded(command, others, lambda: _command(command)(command, others), whole)
+    return _guarded(arguments[0], lambda: _command(arguments[0])(arguments[0], others), whole)
 
 
 def _listed(registry: Registry) -> dict[str, str]:
@@ -117,18 +114,16 @@ def _without_flag(arguments: Sequence[str]) -> tuple[list[str], bool]:
     return others, len(others) < len(arguments) or bool(os.environ.get(_TRACEBACK))
 
 
-def _guarded(name: str, arguments: list[str], action: Callable[[], Any], whole: bool) -> int:
+def _guarded(name: str, action: Callable[[], Any], whole: bool) -> int:
     """Run an action. Print geartrain's own errors as one message and return an exit code.
 
     Other errors propagate with their traceback.
 
     Args:
-        arguments: of the command; with ``--json`` an error is also printed as a JSON object.
         whole: also show the traceback of geartrain's own errors.
     """
     try:
-        with errors_as_json(name) if "--json" in arguments else nullcontext():
-            action()
+        action()
     except GeartrainError as error:
         if whole:
             traceback.print_exception(error)
@@ -178,7 +173,6 @@ def cli(
     done: list[Any] = []
     code = _guarded(
         name,
-        arguments,
         lambda: done.append(
             _of_target(name)(name, arguments, target=(model, data), defaults=defaults)
         ),

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 
 from geartrain import GeartrainError, Trainer
-from geartrain_cli.panel import user_lines
+from geartrain_cli.panel import parts_of, user_lines
 
 
 @contextmanager
@@ -47,12 +47,13 @@ def errors_as_json(command: str) -> Iterator[None]:
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
+        message, action = parts_of(error) if isinstance(error, GeartrainError) else (str(error), "")
         facts = {
             "status": "interrupted" if isinstance(error, KeyboardInterrupt) else "failed",
             "command": command,
             "error": type(error).__name__,
-            "message": error.message if isinstance(error, GeartrainError) else str(error),
-            "fix": error.fix if isinstance(error, GeartrainError) else "",
+            "message": message,
+            "fix": action,
             "lines": user_lines(error),
         }
         print(json.dumps(facts))

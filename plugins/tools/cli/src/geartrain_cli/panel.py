@@ -11,23 +11,33 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from geartrain import GeartrainError
 
-
-def panel(error: GeartrainError, command: str, option: str) -> str:
+def panel(error: BaseException, command: str, option: str) -> str:
     """Return the text of the panel.
 
     Args:
         command: the beginning of the message.
         option: the option for the whole traceback.
     """
+    message, action = parts_of(error)
     lines, notes = user_lines(error), getattr(error, "__notes__", [])
-    parts = [f"{command}: {error.message}", *notes, *(f"  {line}" for line in lines)]
-    if error.fix:
-        parts.append(f"Fix: {error.fix}")
+    parts = [f"{command}: {message}", *notes, *(f"  {line}" for line in lines)]
+    if action:
+        parts.append(f"Fix: {action}")
     if lines:
         parts.append(f"The whole traceback: {option}")
     return _printable("\n".join(parts))
+
+
+def parts_of(error: BaseException) -> tuple[str, str]:
+    """Return an error's message, and its fix, which is empty if the text has none.
+
+    They are no attributes of GeartrainError: to raise an error of a loader's worker again, torch
+    calls a class that has an attribute ``message`` as ``GeartrainError(message=...)``.
+    """
+    message, found, action = str(error).rpartition(" Fix: ")
+    # With more lines it is another rank's error and its traceback.
+    return (message, action) if found and "\n" not in action else (str(error), "")
 
 
 def _printable(text: str) -> str:

@@ -6,14 +6,13 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from geartrain import Trainer, UsageError
 from geartrain.plugin_api import check_module
 from geartrain_cli.arguments import read_arguments
-from geartrain_cli.json_output import print_result, printed_on_stderr
+from geartrain_cli.json_output import errors_as_json, print_result, printed_on_stderr
 from geartrain_cli.predictions import save_predictions
 from geartrain_cli.target import Target
 
@@ -31,11 +30,13 @@ def command(
 
     ``predict`` writes predictions.pt, unless a callback writes the predictions.
     """
-    as_json = "--json" in argv  # read here: the target may print when it is imported
-    with printed_on_stderr() if as_json else nullcontext():
-        trainer = _run(name, argv, target, defaults)
-    if as_json and trainer.is_global_zero:
-        print_result(name, trainer)
+    if "--json" not in argv:  # read here: the target may print when it is imported
+        return _run(name, argv, target, defaults)
+    with errors_as_json(name):
+        with printed_on_stderr():
+            trainer = _run(name, argv, target, defaults)
+        if trainer.is_global_zero:
+            print_result(name, trainer)
     return trainer
 
 

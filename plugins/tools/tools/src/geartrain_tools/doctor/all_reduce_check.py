@@ -275,10 +275,11 @@ def _sum(backend: str, kind: str, timeout: timedelta) -> float:
     import torch.distributed as dist
 
     from geartrain import TrainingError
-    from geartrain.parallel import rendezvous, sockets
+    from geartrain.parallel import nodes, rendezvous, sockets
 
     place = detect()
     assert place is not None
+    place = nodes.with_address(place)
     device = torch.device(kind) if kind == "cpu" else torch.device(kind, place.local_rank)
     if kind != "cpu":
         getattr(torch, kind).set_device(device)
