@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -9,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from geartrain.errors import UsageError
 from geartrain.hooks.plugin_info import LoadedPlugin, PluginInfo
-from geartrain.module import hparams
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -79,8 +80,12 @@ class Plan:
     #: Changes by the strategy that users must know, from its method ``notes(plan)``: what -> how.
     notes: Mapping[str, str] = field(default_factory=dict)
 
-    #: Returns a module's hyperparameters, and its data's, as a plan holds them.
-    hyperparameters_of = staticmethod(hparams.hyperparameters)
+    @staticmethod
+    def hyperparameters_of(module: Any, data: Any = None) -> dict[str, Any]:
+        """Return a module's ``hparams``, and its data's as ``data.NAME``, as JSON can hold them."""
+        found = dict(getattr(module, "hparams", {}))
+        found |= {f"data.{name}": value for name, value in getattr(data, "hparams", {}).items()}
+        return {name: _as_json(value) for name, value in found.items()}
 
     @property
     def processes(self) -> int | None:
@@ -175,3 +180,18 @@ def check_joins(plan: Plan, hooks: Hooks) -> None:
             f"{plans} and does not implement {', '.join(missing)}. Fix: extend geartrain.parallel."
             "ProcessGroupStrategy (pip install geartrain-parallel), or implement them"
         )
+
+
+def _as_json(value: Any) -> Any:
+    """Return a value as JSON can hold it; an object as its type: a repr may read a GPU's memory."""
+    if isinstance(value, Mapping):
+        return {str(key): _as_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    named = value if isinstance(value, type) or inspect.isroutine(value) else type(value)
+    # Of a builtin the module may be None.
+    return ".".join(filter(None, (named.__module__, named.__qualname__)))

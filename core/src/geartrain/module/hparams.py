@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import math
+import sys
 import weakref
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from types import FrameType
 from typing import Any, Self
+
+from geartrain.errors.distributions import import_from
 
 #: An object's id -> every argument of its ``__init__``, while the object lives. The object does not
 #: hold them: then all of them would have to pickle.
@@ -43,20 +45,19 @@ class HyperparametersMixin:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         made = super().__new__(cls)
-        arguments = _arguments(cls, made, args, kwargs)
-        _MADE_WITH[id(made)] = arguments
+        _MADE_WITH[id(made)] = arguments = _arguments(cls, made, args, kwargs)
         weakref.finalize(made, _MADE_WITH.pop, id(made), None).atexit = False
         plain = {name: value for name, value in arguments.items() if _is_plain(value)}
         vars(made)["_hparams"] = HyperParameters(plain)
         return made
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        inherited = _inherited(self, inspect.currentframe())
-        made_with = _MADE_WITH.get(id(self), {})
-        for name in inherited.keys() - made_with.keys():
-            made_with[name] = inherited[name]
-            if _is_plain(inherited[name]) and "_hparams" in vars(self):
-                self.hparams.setdefault(name, inherited[name])
+        arguments = _MADE_WITH.get(id(self), {})
+        passed_on = _passed_on([*_constructors(self, sys._getframe(1))])
+        for name in passed_on.keys() - arguments.keys():
+            arguments[name] = passed_on[name]
+            if _is_plain(passed_on[name]):
+                self.hparams.setdefault(name, passed_on[name])
         super().__init__(*args, **kwargs)
 
     @property
@@ -84,38 +85,22 @@ class HyperparametersMixin:
         Raises:
             ValueError: ``__init__`` has no such argument, or a name is no string.
         """
-        arguments = {**_MADE_WITH.get(id(self), self.hparams)}
-        for call in _constructors(self, inspect.currentframe()):  # a subclass's value wins
-            given, values = inspect.getargs(call.f_code).args, call.f_locals
-            arguments |= {k: values[k] for k in given if k in arguments and k in values}
-        called = type(self).__name__
-        if len(names) == 1 and isinstance(names[0], Mapping | Namespace):
-            arguments = dict(vars(names[0]) if isinstance(names[0], Namespace) else names[0])
-            names = ()
-        left_out = [ignore] if isinstance(ignore, str) else list(ignore)
-        for name in (*names, *left_out):
-            if not isinstance(name, str):
-                message = f"{called}.save_hyperparameters was given {type(name).__name__}"
-                hint = "names of arguments, or one dict or argparse.Namespace alone"
-                raise ValueError(f"{message}. Fix: {hint}")
-            if name not in arguments:
-                known = ", ".join(arguments) or "none"
-                message = f"{called} was not made with an argument {name!r}, but with {known}"
-                hint = "use one of these; arguments of **kwargs have other names"
-                raise ValueError(f"{message}. Fix: {hint}")
-        kept_names = (set(names) or arguments.keys()) - {*left_out}
-        kept = {name: value for name, value in arguments.items() if name in kept_names}
-        # The first call replaces the arguments that were kept without one.
-        before = self.hparams if vars(self).get("_hparams_saved") else {}
-        vars(self).update(_hparams=HyperParameters({**before, **kept}), _hparams_saved=True)
+        saving = import_from("geartrain_callbacks.hyperparameters", "self.save_hyperparameters")
+        calls = _constructors(self, sys._getframe(1))
+        saving.save(self, _MADE_WITH.get(id(self), self.hparams), calls, names, ignore)
 
 
-def _inherited(made: Any, frame: FrameType | None) -> dict[str, Any]:
-    """Return the arguments that heirs pass to their parents' ``__init__`` through ``**kwargs``.
+def _constructors(made: Any, frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield the running calls of its ``__init__``, that of the most general class first."""
+    while frame is not None and frame.f_code.co_name == "__init__":
+        if frame.f_locals.get(next(iter(frame.f_code.co_varnames), "")) is not made:
+            break
+        yield frame
+        frame = frame.f_back
 
-    They are read from the calls that are running.
-    """
-    calls = list(_constructors(made, frame))
+
+def _passed_on(calls: Sequence[FrameType]) -> dict[str, Any]:
+    """Return the arguments that heirs pass to their parents' ``__init__`` through ``**kwargs``."""
     found: dict[str, Any] = {}
     for heir, parent in pairwise(reversed(calls)):
         if not heir.f_code.co_flags & inspect.CO_VARKEYWORDS:
@@ -124,20 +109,6 @@ def _inherited(made: Any, frame: FrameType | None) -> dict[str, Any]:
         arguments = {name: values[name] for name in names[1:]}
         found = {**values.get(keywords or "", {}), **arguments, **found}
     return found
-
-
-def _constructors(made: Any, frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield the running calls of its ``__init__``, that of the most general class first."""
-    while frame is not None and (frame := frame.f_back) is not None and _constructs(frame, made):
-        yield frame
-
-
-def _constructs(frame: FrameType, made: Any) -> bool:
-    """True if a frame is a call of an ``__init__`` of this object."""
-    code = frame.f_code
-    if code.co_name != "__init__" or code.co_argcount == 0:
-        return False
-    return frame.f_locals.get(code.co_varnames[0]) is made
 
 
 def _arguments(
@@ -166,27 +137,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return type(value) in (list, tuple) and all(map(_is_plain, value))
     return value is None or type(value) in (bool, int, float, str)
-
-
-def hyperparameters(module: Any, data: Any = None) -> dict[str, Any]:
-    """Return a module's hyperparameters, and its data's as ``data.NAME``, as JSON can hold them.
-
-    An object is named by its type: its repr may be long, or read a GPU's memory.
-    """
-    found = dict(getattr(module, "hparams", {}))
-    found |= {f"data.{name}": value for name, value in getattr(data, "hparams", {}).items()}
-    return {name: _as_json(value) for name, value in found.items()}
-
-
-def _as_json(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _as_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_json(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    named = value if isinstance(value, type) or inspect.isroutine(value) else type(value)
-    # Of a builtin the module may be None.
-    return ".".join(filter(None, (named.__module__, named.__qualname__)))
