@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any
 
 from geartrain.errors import UsageError, nearest
+from geartrain.errors.distributions import import_from
 from geartrain.errors.hints import hint
 
 #: ``max_epochs`` if neither it nor ``max_steps`` is given.
@@ -36,9 +36,6 @@ _CHOICES: Mapping[str, tuple[bool | str, ...]] = {
     "deterministic": (True, False, "warn"),
     **dict.fromkeys(("inference_mode", "detect_anomaly", "sync_batchnorm"), (True, False)),
 }
-
-#: Types of a time limit.
-Duration = str | float | timedelta | Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +161,8 @@ def _interval(given: Any) -> Any:
     """
     name = "val_check_interval"
     if isinstance(given, timedelta | Mapping) or (isinstance(given, str) and ":" in given):
-        return timedelta(seconds=seconds(name, given))
+        durations = import_from("geartrain_callbacks.durations", f"a time as {name}")
+        return timedelta(seconds=durations.seconds(name, given))
     try:
         if isinstance(given, str):
             return int(given) if given.strip().isdecimal() else float(given)
@@ -184,42 +182,6 @@ def _check_limit(name: str, value: Any, least: int) -> None:
             f"{name}={value!r} must be a number of batches (at least {least}) or a fraction "
             f"{'above' if least else 'from'} 0.0 to 1.0."
         )
-
-
-def seconds(name: str, duration: Duration) -> float:
-    """Return a duration in seconds.
-
-    Args:
-        name: the argument, for errors.
-        duration: ``"DD:HH:MM:SS"``, seconds, a ``timedelta``, or its arguments such as
-            ``{"hours": 2, "minutes": 30}``.
-
-    Raises:
-        UsageError: the duration cannot be read, or is not above 0.
-    """
-    remedy = (
-        "Fix: 'DD:HH:MM:SS', seconds, a timedelta, or a mapping such as {'hours': 2, 'minutes': 30}"
-    )
-    try:
-        if isinstance(duration, str):
-            clock = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", duration.strip())
-            days, hours, minutes, last = (
-                map(int, clock.groups()) if clock else (0, 0, 0, float(duration))
-            )
-            found = ((days * 24 + hours) * 60 + minutes) * 60 + float(last)
-        elif isinstance(duration, timedelta):
-            found = duration.total_seconds()
-        elif isinstance(duration, Mapping):
-            found = timedelta(**duration).total_seconds()
-        elif isinstance(duration, bool):
-            raise TypeError
-        else:
-            found = float(duration)
-    except (TypeError, ValueError, OverflowError):
-        raise UsageError(f"{name}={duration!r} cannot be read. {remedy}") from None
-    if not 0 < found < float("inf"):
-        raise UsageError(f"{name}={duration!r} must be above 0. {remedy}")
-    return found
 
 
 def refuse_unknown(of: str, unknown: Iterable[str], function: Callable[..., Any]) -> None:

@@ -186,11 +186,6 @@ class Resumed:
         run.logs.resume_epoch(self.rank["logs"])
         for name, library in libraries().items():
             library.set_states(run.module, self.rank.get("metric_objects", {}).get(name, {}))
-        if "train" in run.loop.unwrapped.epoch_ends and run.world.rank == 0:
-            message = (
-                f"training_epoch_end gets the outputs from batch {run.batch_idx} of this epoch on"
-            )
-            warnings.warn(f"{message}: those before are gone", stacklevel=2)
         return True
 
 

@@ -8,8 +8,9 @@ generated: distributions
 geartrain-bagua strategy bagua
 geartrain-callbacks precision 16-mixed 64-true bf16-mixed bf16-true
 geartrain-callbacks plugin accumulation_scheduler backbone_finetuning compile csv early_stopping ema
-geartrain-callbacks plugin lr_monitor manual_optimisation model_checkpoint model_summary nan_guard
-geartrain-callbacks plugin norms overfit overrides prediction_writer progress swa throughput timer
+geartrain-callbacks plugin evaluation_outputs lr_monitor manual_optimisation model_checkpoint
+geartrain-callbacks plugin model_summary nan_guard norms overfit overrides prediction_writer
+geartrain-callbacks plugin progress swa throughput timer training_outputs
 geartrain-cli command explain fit plugins predict test validate
 geartrain-cuda accelerator cuda
 geartrain-ddp strategy ddp

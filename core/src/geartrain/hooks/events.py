@@ -100,15 +100,4 @@ def _of_stage(event: str, methods: Mapping[str, Callable[..., Any]]) -> Callable
 
 def methods_of(run: Run) -> dict[str, Callable[..., Any]]:
     """Return the methods of the run's module that implement events, by name."""
-    module, forwarder = run.module, run.loop.unwrapped
-    methods = {name: getattr(module, name) for name in METHODS if overridden(module, name)}
-    if "train" in forwarder.epoch_ends:
-        then = methods.get("on_train_batch_end")
-
-        def keep(outputs: Any, *values: Any) -> None:
-            forwarder.outputs.append(outputs)
-            if then is not None:
-                then(outputs, *values)
-
-        methods["on_train_batch_end"] = keep
-    return methods
+    return {n: getattr(run.module, n) for n in METHODS if overridden(run.module, n)}

@@ -28,8 +28,7 @@ def evaluate(run: Run, stage: str) -> Any:
         For ``"predict"`` each batch's output on the CPU, of all ranks (a list of such lists if
         there are several loaders; ``None`` if they are not kept); otherwise the metrics by name.
     """
-    hooks, epoch_end = run.hooks, run.loop.unwrapped.epoch_ends.get(stage)
-    before, run.stage = (run.stage, run.dataloader_idx), stage
+    hooks, before, run.stage = run.hooks, (run.stage, run.dataloader_idx), stage
     without_gradients = torch.inference_mode if run.plan.options.inference_mode else torch.no_grad
     try:
         with (
@@ -46,28 +45,26 @@ def evaluate(run: Run, stage: str) -> Any:
             if returns:
                 collect = partial(run.coordinator.outputs, run)
                 outputs = list(map(collect, outputs, loaders))
-            collected = outputs[0] if len(outputs) == 1 else outputs
-            if epoch_end is not None or hooks.implementers("on_validation_epoch_end"):
+            if hooks.implementers("on_validation_epoch_end"):
                 run.logs.refresh_epoch()
-            if epoch_end is not None:
-                epoch_end(collected)
             hooks.on_validation_epoch_end(run=run)
             metrics = run.logs.end_epoch()
             hooks.on_validation_end(run=run)
     finally:
         run.stage, run.dataloader_idx = before
-    return (collected if returns else None) if stage == "predict" else metrics
+    if stage != "predict":
+        return metrics
+    return (outputs[0] if len(outputs) == 1 else outputs) if returns else None
 
 
 def _one_loader(run: Run, index: int) -> list[Any]:
-    """Make one pass over a loader; return the outputs of its steps, if they are used."""
+    """Make one pass over a loader; return the outputs of ``predict_step``, if they are used."""
     options, hooks, stage = run.plan.options, run.hooks, run.current_stage
     run.dataloader_idx, loader = index, stage.loaders[index]
     limit, sanity = stage.batches[index], options.num_sanity_val_steps
     if run.stage == "sanity_check" and sanity != -1:
         limit = sanity if limit is None else min(limit, sanity)
     returns = run.stage == "predict" and run.trainer.return_predictions is not False
-    keeps = returns or run.stage in run.loop.unwrapped.epoch_ends
     method, more = _METHODS[run.stage], (index,) if len(stage.loaders) > 1 else ()
     outputs: list[Any] = []
     batch_idx, name = -1, "validate" if run.stage == "sanity_check" else run.stage
@@ -80,9 +77,8 @@ def _one_loader(run: Run, index: int) -> list[Any]:
             hooks.on_validation_batch_start(**place)
             output = hooks.forward(run=run, method=method, args=(batch, batch_idx, *more))
             hooks.on_validation_batch_end(outputs=output, **place)
-            if keeps and not run.repeating:
-                predicts = run.stage == "predict"
-                outputs.append(map_tensors(output, torch.Tensor.cpu) if predicts else output)
+            if returns and not run.repeating:
+                outputs.append(map_tensors(output, torch.Tensor.cpu))
             if (batch_idx + 1) % options.log_every_n_steps == 0:
                 run.logs.drain()
     finally:

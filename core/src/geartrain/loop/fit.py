@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -128,7 +127,6 @@ def fit(run: Run) -> None:
         restore_random_state(run)
     else:
         hooks.on_train_start(run=run)
-        run.loop.validated_at = time.monotonic()
         first, began, untrained = run.epoch, run.step, _versions(run)
         while within_epoch or not _is_done(run):
             train_epoch(run)
@@ -148,8 +146,7 @@ def _is_done(run: Run) -> bool:
 
 def train_epoch(run: Run) -> None:
     """Train for one epoch, with its validation and its metrics."""
-    hooks, epoch_end = run.hooks, run.loop.unwrapped.epoch_ends.get("train")
-    run.batch_idx, run.loop.unwrapped.outputs, run.logs.open = 0, [], True
+    hooks, run.batch_idx, run.logs.open = run.hooks, 0, True
     begin_epoch(run)
     run.stages["train"].set_epoch(run.epoch)
     hooks.on_epoch_start(run=run)
@@ -158,10 +155,8 @@ def train_epoch(run: Run) -> None:
     if _validates_after_epoch(run):
         _validate(run)
     run.loop.resumed = None
-    if epoch_end is not None or hooks.implementers("on_train_epoch_end"):
+    if hooks.implementers("on_train_epoch_end"):
         run.logs.refresh_epoch()
-    if epoch_end is not None:
-        epoch_end(run.loop.unwrapped.outputs)
     hooks.on_train_epoch_end(run=run)
     run.logs.end_epoch()
     step_plateaus(run, "epoch")
@@ -220,7 +215,7 @@ def _finish_step(run: Run, taken: int, every: int | None) -> bool:
     flushes = run.step % options.log_every_n_steps == 0
     done = run.batch_idx + (run.loop.batches_seen if options.check_val_every_n_epoch is None else 0)
     validates = every is not None and done // every > (done - taken) // every
-    validates = validates or (flushes and _validation_time_is_up(run))
+    validates = validates or (flushes and _epoch_is_due(run) and run.loop.validation_is_due(run))
     if validates:
         if run.batch_idx == run.stages["train"].batches[0]:
             step_schedules(run, "epoch", run.epoch + 1)
@@ -250,7 +245,7 @@ def _validate(run: Run) -> None:
     """Validate, unless that is done here, as before a checkpoint from which the run resumes."""
     if run.loop.validated != (run.epoch, run.batch_idx):
         evaluate(run, "validate")
-    run.loop.validated, run.loop.validated_at = (run.epoch, run.batch_idx), time.monotonic()
+    run.loop.validated = (run.epoch, run.batch_idx)
 
 
 def _versions(run: Run) -> list[int]:
@@ -279,25 +274,10 @@ def _warn_if_untrained(run: Run, versions: list[int]) -> None:
 
 
 def _validates_after_epoch(run: Run) -> bool:
-    """True if validation comes after this epoch: it is the whole interval, or its time is up."""
+    """True if validation comes after this epoch: it is the whole interval, or a plugin asks."""
     interval = run.plan.options.val_check_interval
-    if isinstance(interval, timedelta):
-        return _validation_time_is_up(run)
-    return isinstance(interval, float) and interval == 1.0 and _epoch_is_due(run)
-
-
-def _validation_time_is_up(run: Run) -> bool:
-    """True on every rank if ``val_check_interval`` is a time and has passed on one of them.
-
-    Every rank calls it in the same place. It stays true after the validation there.
-    """
-    interval = run.plan.options.val_check_interval
-    if not isinstance(interval, timedelta) or not _epoch_is_due(run):
-        return False
-    if run.loop.validated == (run.epoch, run.batch_idx):
-        return True
-    up = time.monotonic() - run.loop.validated_at >= interval.total_seconds()
-    return bool(run.hooks.log_sync(run=run, values=torch.tensor([up], dtype=torch.float64)).any())
+    is_whole = isinstance(interval, float) and interval == 1.0
+    return _epoch_is_due(run) and (is_whole or run.loop.validation_is_due(run))
 
 
 def _epoch_is_due(run: Run) -> bool:
@@ -312,9 +292,11 @@ def _validation_interval(run: Run) -> int | None:
         UsageError: an interval that no epoch reaches, or a fraction of a loader without length.
     """
     interval, total = run.plan.options.val_check_interval, run.stages["train"].batches[0]
-    if isinstance(interval, timedelta) or not _epoch_is_due(run) or _validates_after_epoch(run):
+    if isinstance(interval, timedelta) or not _epoch_is_due(run):
         return None
     if isinstance(interval, float):
+        if interval == 1.0:
+            return None
         if total is None:
             message = f"val_check_interval={interval} of a training loader without length"
             raise UsageError(f"{message}. Fix: use a whole number of batches")

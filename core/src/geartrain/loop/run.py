@@ -54,6 +54,11 @@ def _no_stages() -> dict[str, Stage]:
     return defaultdict(Stage)
 
 
+def _never(run: Run) -> bool:
+    """No plugin asks for a validation."""
+    return False
+
+
 def _report_nothing(*_: object) -> None:
     """Do nothing: no process watches this one."""
 
@@ -72,8 +77,9 @@ class LoopState:
     before_setup: list[Callable[[], None]] = field(default_factory=list)
     #: Batches done in earlier epochs.
     batches_seen: int = 0
-    #: ``time.monotonic()`` after the last validation of this ``fit``, or when training began.
-    validated_at: float = 0.0
+    #: Called at each flush and at the end of an epoch in which validation may come: True on all
+    #: ranks to validate there. A plugin sets it in ``on_train_start``.
+    validation_is_due: Callable[[Run], bool] = _never
     #: The epoch and its batches done at the last validation, also one before a checkpoint.
     validated: tuple[int, int] | None = None
     #: The newest result of ``training_step``; ``None`` between epochs.

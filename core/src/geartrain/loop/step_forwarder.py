@@ -24,9 +24,6 @@ from geartrain.module.module import DataModule, Module, overridden
 #: The methods of a module that a Trainer calls with batches.
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
-_EPOCH_ENDS = {"train": "training_epoch_end", "validate": "validation_epoch_end"}
-_EPOCH_ENDS |= {"sanity_check": "validation_epoch_end", "test": "test_epoch_end"}
-
 
 class StepForwarder(nn.Module):
     """The module that a strategy wraps. ``forward(name, batch, batch_idx)`` calls a step method.
@@ -48,11 +45,6 @@ class StepForwarder(nn.Module):
         has = [name for name in STEPS if callable(getattr(module, name, None))]
         self._arity = {name: _arity(module, name) for name in has}
         self._ends = {name for name in has if callable(getattr(module, f"{name}_end", None))}
-        ends = {stage: getattr(module, name, None) for stage, name in _EPOCH_ENDS.items()}
-        #: Stage -> the module's method that gets all outputs of an epoch.
-        self.epoch_ends = {stage: method for stage, method in ends.items() if method is not None}
-        #: Outputs of this epoch's training steps, detached, if there is a ``training_epoch_end``.
-        self.outputs: list[Any] = []
 
     def calls(self, model: nn.Module) -> dict[str, Callable[..., Any]]:
         """Return a function for each step method.

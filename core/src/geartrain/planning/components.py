@@ -277,7 +277,8 @@ def _implied(
     for condition, plugin in registry.implied:
         *places, name = condition.split(".")
         value = getattr(module if "Module" in places else given, name, None)
-        if "fit" in places and command != "fit":
+        kinds = {*places} - {"fit", "Module"}
+        if ("fit" in places and command != "fit") or (kinds - {type(value).__name__}):
             continue
         if "Module" in places and overridden(module, name):
             shown = "" if callable(value) else f" = {value}"

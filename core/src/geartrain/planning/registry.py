@@ -98,7 +98,8 @@ class Registry:
         self.candidates = [plugin for plugin in found if plugin.kind in GROUPS]
         #: What implies a plugin, and the plugin: ``("max_time", "timer:duration")``. The first is a
         #: Trainer's argument that differs from its default, or ``Module.NAME``, which a module
-        #: overrides; after ``fit.`` only in a fit. An option gets the argument.
+        #: overrides; after ``fit.`` only in a fit, after ``TYPE.`` only a value of this type. An
+        #: option gets the argument.
         self.implied = [(p.name, p.entry_point.value) for p in found if p.kind == "implied"]
         self._block(self.block, "--block")
         variable = "GEARTRAIN_BLOCK"

@@ -19,7 +19,6 @@ from geartrain.hooks.plugin_info import LoadedPlugin, PluginInfo
 from geartrain.hooks.spelling import OVERRIDES, check_attributes
 from geartrain.launch.cluster import ClusterEnvironment, detect
 from geartrain.launch.rerun_command import START_COMMAND
-from geartrain.options import seconds
 from geartrain.planning.registry import InstalledPlugin, Registry
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ __all__ = [  # noqa: F405
     "TrainerBase", "check_attributes", "check_module", "close_batches", "detect", "drawing_from",
     "experiment", "length", "libraries", "load_optimizer", "map_nested", "map_tensors", "move",
     "nearest", "not_plain", "overridden", "parameters_of", "raise_on_signals", "reductions",
-    "remove_abandoned", "replacing", "seconds", "user_path", "with_samplers", "write_instead",
+    "remove_abandoned", "replacing", "user_path", "with_samplers", "write_instead",
 ]
 # fmt: on
 

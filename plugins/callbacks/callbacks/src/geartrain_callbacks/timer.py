@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Literal
 
 from geartrain import Run, UsageError, hookimpl
-from geartrain.plugin_api import seconds
 from geartrain_callbacks.callback import PluginCallback
+from geartrain_callbacks.durations import Duration, seconds
 from geartrain_callbacks.stopping import ends, say, stop_together
 
 
@@ -35,7 +34,7 @@ class Timer(PluginCallback):
 
     def __init__(
         self,
-        duration: str | float | timedelta | Mapping[str, float],
+        duration: Duration,
         interval: Literal["step", "epoch"] = "step",
     ) -> None:
         if interval not in ("step", "epoch"):
