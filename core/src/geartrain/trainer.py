@@ -362,8 +362,6 @@ class Trainer(TrainerBase):
         size = getattr(datamodule, "batch_size", None) if size is None else size
         self.check(model, command, size, datamodule, resumes)
         source.check("train" if command == "fit" else command, model)
-        if command == "fit" and self.plan.options.reload_dataloaders_every_n_epochs:
-            source.check_reload()
         file = self.checkpoint_file(checkpoint, resumes)
         start = InitialCheckpoint(file, resumes, may_be_done=checkpoint == "auto")
         self.datamodule = datamodule
@@ -374,6 +372,7 @@ class Trainer(TrainerBase):
         steps, epochs = (0, 0) if command == "fit" else (self.global_step, self.current_epoch)
         run = self._run = Run(self.plan, hooks, model, self, command, mode)
         run.cluster, run.output, run.step, run.epoch = self.cluster, self.output, steps, epochs
+        run.loop.source = source
         try:
             result = hooks.launch(run=run, worker=partial(work, run, source, start))
         except BaseException as error:  # a rank that is another process noted it in its own run

@@ -68,7 +68,6 @@ def training_state(run: Run, epochs: int) -> dict[str, Any]:
         "parts": unshared,
         "random": random_now(run),
         "began": run.loop.epoch_start if within else None,
-        "made": run.loop.loaders_start,
         "logs": run.logs.state_dict(within),
         "metric_objects": map_tensors(objects, _to_cpu),
     }

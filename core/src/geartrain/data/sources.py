@@ -55,18 +55,6 @@ class DataSource:
             message = f"a loader is given, so {type(data).__name__}.{method} is not used"
             warnings.warn(message, stacklevel=2)
 
-    def check_reload(self) -> None:
-        """Refuse loaders that were given to a fit with ``reload_dataloaders_every_n_epochs``.
-
-        Raises:
-            UsageError: one was given, so nothing could make it again.
-        """
-        given = [_METHODS[stage] for stage, loaders in self.given.items() if loaders is not None]
-        if given:
-            message = "reload_dataloaders_every_n_epochs makes loaders again, and these were given"
-            hint = f"return them from {' and '.join(given)} of the module or a DataModule"
-            raise UsageError(f"{message}. Fix: {hint}")
-
     def loaders(self, stage: str, module: Module) -> list[Iterable[Any]]:
         """Return the loaders of a stage: those given, else the DataModule's, else the module's.
 

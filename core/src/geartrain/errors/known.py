@@ -10,7 +10,8 @@ geartrain-callbacks precision 16-mixed 64-true bf16-mixed bf16-true
 geartrain-callbacks plugin accumulation_scheduler backbone_finetuning compile csv early_stopping ema
 geartrain-callbacks plugin evaluation_outputs lr_monitor manual_optimisation model_checkpoint
 geartrain-callbacks plugin model_summary nan_guard norms overfit overrides prediction_writer
-geartrain-callbacks plugin progress swa throughput timer training_outputs
+geartrain-callbacks plugin progress reload_dataloaders swa throughput timed_validation timer
+geartrain-callbacks plugin training_outputs
 geartrain-cli command explain fit plugins predict test validate
 geartrain-cuda accelerator cuda
 geartrain-ddp strategy ddp

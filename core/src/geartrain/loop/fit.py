@@ -17,7 +17,7 @@ from geartrain.loop.evaluate import evaluate
 from geartrain.loop.losses import divide_by_weights, loss_in, weigh
 from geartrain.loop.optimizers import parameters_of, step_plateaus, step_schedules, zero_grad
 from geartrain.loop.run import EpochIsOver
-from geartrain.loop.stages import begin_epoch, end_all_workers
+from geartrain.loop.stages import end_all_workers
 
 if TYPE_CHECKING:
     from geartrain.loop.run import Run
@@ -147,7 +147,7 @@ def _is_done(run: Run) -> bool:
 def train_epoch(run: Run) -> None:
     """Train for one epoch, with its validation and its metrics."""
     hooks, run.batch_idx, run.logs.open = run.hooks, 0, True
-    begin_epoch(run)
+    restore_random_state(run)
     run.stages["train"].set_epoch(run.epoch)
     hooks.on_epoch_start(run=run)
     _train_batches(run)

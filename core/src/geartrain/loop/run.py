@@ -102,8 +102,6 @@ class LoopState:
     reported: dict[str, float] = field(default_factory=dict)
     #: The random state at the beginning of the running epoch.
     epoch_start: dict[str, Any] | None = None
-    #: The same when the loaders were made, if ``reload_dataloaders_every_n_epochs`` made them.
-    loaders_start: dict[str, Any] | None = None
     #: The position where the run resumes, in its first epoch; otherwise ``None``.
     resumed: Resumed | None = None
     #: A checkpoint in memory from which ``fit`` resumes, before any file; the same on all ranks. A
@@ -244,6 +242,20 @@ class Run:
         from geartrain.data.loaders import transfer
 
         return transfer(self, batch)
+
+    def remake_loaders(
+        self, epoch: int, stages: Sequence[str], random: dict[str, Any] | None = None
+    ) -> None:
+        """Make loaders again, as those of an epoch. Every rank calls this.
+
+        Args:
+            epoch: the ``current_epoch`` that the methods of the module or DataModule see.
+            stages: ``"train"``, and ``"validate"`` if wanted.
+            random: the random state to restore before, from ``run.loop.epoch_start``.
+        """
+        from geartrain.loop.stages import remake_loaders
+
+        remake_loaders(self, epoch, stages, random)
 
     def reset_logs(self) -> None:
         """Begin with a new store of logged values, before the first is logged."""

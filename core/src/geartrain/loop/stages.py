@@ -1,4 +1,4 @@
-"""The loaders of a run: made before it, and again in the epochs in which they are due."""
+"""The loaders of a run: made before it, and again if a plugin asks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from geartrain.checkpoint.training_state import restore_random_state, set_random
+from geartrain.checkpoint.training_state import set_random
 from geartrain.data.loaders import describe, each_loader, end_workers, loader_batch_size
 from geartrain.data.stage import Stage
 from geartrain.errors import UsageError
@@ -69,34 +69,18 @@ def end_all_workers(run: Run) -> None:
         end_workers(loader)
 
 
-def begin_epoch(run: Run) -> None:
-    """Make the loaders again if that is due, and record the random state from before.
-
-    In the first epoch of a run that resumes, restore the state that was recorded then.
-    """
-    every = run.plan.options.reload_dataloaders_every_n_epochs
-    made = run.epoch - run.epoch % every if every else 0
-    if run.loop.resumed is not None and 0 < made < run.epoch:
-        run.loop.loaders_start = run.loop.resumed.rank.get("made")
-        if run.loop.loaders_start is not None:
-            set_random(run, run.loop.loaders_start)
-        _make_again(run, made)
-    restore_random_state(run)
-    if 0 < made == run.epoch:
-        run.loop.loaders_start = run.loop.epoch_start
-        _make_again(run, made)
-
-
-def _make_again(run: Run, epoch: int) -> None:
-    """Make the loaders as those of ``epoch``; to validate, if that comes before the next ones."""
-    options = run.plan.options
-    every, end = options.check_val_every_n_epoch, epoch + options.reload_dataloaders_every_n_epochs
-    validates = every is None or end // every > epoch // every
+def remake_loaders(
+    run: Run, epoch: int, stages: Sequence[str], random: dict[str, Any] | None
+) -> None:
+    """Make the loaders again, as :meth:`geartrain.Run.remake_loaders` says."""
+    if random is not None:
+        set_random(run, random)
     end_all_workers(run)
     current, before = run.epoch, {name: stage.seeds() for name, stage in run.stages.items()}
     run.epoch = epoch  # the methods may read trainer.current_epoch
-    set_up_loaders(run, ("train", "validate") if validates else ("train",))
+    set_up_loaders(run, stages)
     run.epoch = current
     for name, seeds in before.items():  # a strategy draws a new seed if the plan has none
         run.stages[name].set_seeds(seeds)
+    run.stages["train"].set_epoch(current)
     run.logs.forget_loaders()
