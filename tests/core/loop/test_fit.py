@@ -125,36 +125,6 @@ def test_a_resumed_run_waits_for_the_same_training(tmp_path):
     assert one.global_step == 10
 
 
-# --- detect_anomaly -------------------------------------------------------------------------------
-
-
-class NaN(Net):
-    def training_step(self, batch, batch_idx):
-        return torch.sqrt(self.loss(batch) * 0 - 1)
-
-
-@pytest.mark.filterwarnings("ignore:Error detected in")
-def test_detect_anomaly_stops_in_the_backward_that_makes_a_nan():
-    fit(NaN())
-    with (
-        pytest.warns(UserWarning, match="Anomaly Detection has been enabled"),
-        pytest.raises(RuntimeError, match="Function 'SqrtBackward0' returned nan"),
-    ):
-        fit(NaN(), detect_anomaly=True)
-    assert not torch.is_anomaly_enabled()
-
-
-def test_without_detect_anomaly_the_users_setting_stays():
-    class Looks(Net):
-        def training_step(self, batch, batch_idx):
-            assert torch.is_anomaly_enabled()
-            return super().training_step(batch, batch_idx)
-
-    with torch.autograd.set_detect_anomaly(True):
-        fit(Looks())
-        assert torch.is_anomaly_enabled()
-
-
 # --- loaders without length -----------------------------------------------------------------------
 
 

@@ -1,8 +1,7 @@
-"""Seeds and determinism."""
+"""Seeds, and the state of random generators."""
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 from collections.abc import Iterator
@@ -87,28 +86,3 @@ def drawing_from(seed: int) -> Iterator[None]:
             random.setstate(python)
             if numpy is not None:
                 numpy.set_state(arrays)
-
-
-@contextmanager
-def determinism(mode: bool | str) -> Iterator[None]:
-    """Ask torch for deterministic algorithms in the block; with ``"warn"`` it only warns of others.
-
-    Source: https://docs.pytorch.org/docs/stable/notes/randomness.html
-    """
-    if not mode:
-        yield
-        return
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.backends.cudnn.benchmark,
-    )
-    # cuBLAS reads this when its first handle is made; without it deterministic mode raises on CUDA.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=mode == "warn")
-    torch.backends.cudnn.benchmark = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.backends.cudnn.benchmark = before[2]

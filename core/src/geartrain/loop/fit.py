@@ -14,7 +14,7 @@ from geartrain.checkpoint.training_state import random_now, restore_random_state
 from geartrain.data.loaders import close_batches
 from geartrain.errors import TrainingError, UsageError
 from geartrain.loop.evaluate import evaluate
-from geartrain.loop.losses import divide_by_weights, loss_in, weigh
+from geartrain.loop.losses import loss_in, weigh
 from geartrain.loop.optimizers import parameters_of, step_plateaus, step_schedules, zero_grad
 from geartrain.loop.run import EpochIsOver
 from geartrain.loop.stages import end_all_workers
@@ -29,7 +29,7 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> None:
 
     def compute_gradients() -> torch.Tensor | None:
         """Compute gradients; return the mean loss, or ``None`` if every batch was skipped."""
-        mean_loss, run.loop.weight = None, 0.0
+        mean_loss = None
         for optimizer in run.optimizers:
             hooks.on_before_zero_grad(run=run, optimizer=optimizer)
             zero_grad(optimizer)
@@ -38,8 +38,8 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> None:
                 mean_loss = loss if mean_loss is None else mean_loss + loss
         if mean_loss is not None:
             hooks.reduce_gradients(run=run)
-            if run.loop.weighted:
-                mean_loss = divide_by_weights(run, mean_loss, size)
+            if run.loop.weights:
+                mean_loss = run.loop.weights.divide(mean_loss, size)
             hooks.clip_gradients(run=run)
         return mean_loss
 
@@ -59,8 +59,8 @@ def train_batch(run: Run, batch: Any, i: int, size: int) -> torch.Tensor | None:
     with hooks.micro_step(run=run, first=i == 0, last=last):
         output = hooks.forward(run=run, method="training_step", args=(batch, batch_idx))
         loss = output if isinstance(output, torch.Tensor) else loss_in(run, output)
-        if loop.weighted is not False:  # None before the first loss
-            loss = weigh(run, output, loss)
+        if loop.weights is not False:  # None before the first loss
+            loss = weigh(run, output, loss, i == 0)
         if loss is not None:
             if size > 1:  # the last step of an epoch may be shorter
                 loss = loss / size

@@ -84,15 +84,9 @@ class LoopState:
     validated: tuple[int, int] | None = None
     #: The newest result of ``training_step``; ``None`` between epochs.
     step_output: Any = None
-    #: True if the losses of this fit have weights; ``None`` before the first.
-    weighted: bool | None = None
-    #: The weight that counts as 1 until all ranks' weights of a step are known; a power of two.
-    weight_unit: float = 1.0
-    #: The weights of this rank's batches in the running step.
-    weight: float | torch.Tensor = 0.0
-    #: The loss of the newest step if losses have weights, 0-d; its mean over ranks is the mean of
-    #: all that the ranks counted.
-    weighted_loss: torch.Tensor | None = None
+    #: ``Weights`` of geartrain-callbacks if the losses of this fit have weights, otherwise
+    #: ``False``; ``None`` before the first loss.
+    weights: Any = None
     #: True if the optimizer computes the loss itself, as LBFGS does.
     needs_closure: bool = False
     #: The object that the module's ``manual_backward`` and the like call. The plugin

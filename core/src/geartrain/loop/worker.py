@@ -5,14 +5,13 @@ from __future__ import annotations
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from geartrain.checkpoint.checkpoints import InitialCheckpoint, load
-from geartrain.data.seeding import determinism, seed_everything
+from geartrain.data.seeding import seed_everything
 from geartrain.data.sources import DataSource
 from geartrain.errors import TrainingError, UsageError
 from geartrain.hooks.events import methods_of
@@ -40,7 +39,7 @@ def work(run: Run, source: DataSource, start: InitialCheckpoint, local_rank: int
     options = run.plan.options
     owners = [owner for owner in (run.module, source.datamodule) if owner is not None]
     tears_down = run.torn_down(owners)
-    with determinism(options.deterministic), tears_down as undo, _exit_fails(run):
+    with tears_down as undo, _exit_fails(run):
         undo.append(run.hooks.teardown_device)
         run.device = run.hooks.setup_device(run=run, local_rank=local_rank)
         undo.append(run.hooks.teardown_process_group)
@@ -62,8 +61,7 @@ def work(run: Run, source: DataSource, start: InitialCheckpoint, local_rank: int
         run.hooks.on_run_start(run=run)
         result = None
         if run.command == "fit":
-            with torch.autograd.detect_anomaly() if options.detect_anomaly else nullcontext():
-                fit(run)
+            fit(run)
         else:
             result = evaluate(run, run.command)
         run.hooks.on_run_end(run=run)

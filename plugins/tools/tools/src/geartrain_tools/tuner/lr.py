@@ -225,8 +225,8 @@ class LRSweep:
         # An optimizer with a closure computes the loss several times; the first is the loss of the
         # weights before the step. Each loss is divided by the window's length, so their sum is the
         # mean. The CPU waits for the device here.
-        if run.loop.weighted_loss is not None:
-            self._losses[:] = [run.loop.weighted_loss]
+        if run.loop.weights:
+            self._losses[:] = [run.loop.weights.loss]
         losses = [float(loss) for loss in self._losses[: len(micro_batches)]]
         if losses:
             self._record(run, lr, sum(losses))
