@@ -70,7 +70,7 @@ API_SECTIONS = {
         "KNOWN",
     ),
     "Messages and options": (
-        *("nearest", "write_instead", "user_path", "seconds", "check_attributes", "check_module"),
+        *("nearest", "write_instead", "user_path", "check_attributes", "check_module"),
     ),
     "Files": ("replacing", "AppendedFile", "remove_abandoned"),
     "Loaders and batches": (
