@@ -96,6 +96,10 @@ class Trainer(TrainerBase):
 
     #: The DataModule of the last run.
     datamodule: DataModule | None = None
+    # Properties of TrainerView, in geartrain-callbacks.
+    logged_metrics: dict[str, torch.Tensor]
+    num_training_batches: int | float
+    estimated_stepping_batches: int | float
 
     def __init__(
         self,
@@ -307,7 +311,9 @@ class Trainer(TrainerBase):
         """
         check_module(model, command)
         if isinstance(model, Module) and overridden(model, "configure_callbacks"):
-            self._setup = self._setup.with_callbacks_of(model)
+            wanted = f"{type(model).__name__}.configure_callbacks"
+            merging = import_from("geartrain_callbacks.callback", wanted)
+            self._setup = merging.with_callbacks_of(self._setup, model)
         if self.is_global_zero:
             name = (model if isinstance(model, type) else type(model)).__name__
             hint = "use a hook of geartrain, or rename it"
@@ -485,30 +491,9 @@ class Trainer(TrainerBase):
     @property
     def callback_metrics(self) -> dict[str, torch.Tensor]:
         """The newest value of every logged metric, a 0-d tensor on the CPU."""
-        return _as_tensors(self._run.metrics if self._run else {})
-
-    @property
-    def logged_metrics(self) -> dict[str, torch.Tensor]:
-        """The newest value of every metric that loggers got, a 0-d tensor on the CPU."""
-        return _as_tensors(self._run.logs.logged if self._run else {})
-
-    @property
-    def num_training_batches(self) -> int | float:
-        """Batches in one epoch; infinity if the loader has no length, and before ``fit``."""
-        batches = self._run.stages["train"].batches if self._run else []
-        return float("inf") if not batches or batches[0] is None else batches[0]
-
-    @property
-    def estimated_stepping_batches(self) -> int | float:
-        """Optimizer steps of the whole ``fit``, for schedulers; infinity if it has no end."""
-        options, batches = self.run.plan.options, self.num_training_batches
-        steps: int | float = float("inf")
-        if options.max_epochs != -1 and batches != float("inf"):
-            name, size = "get_accumulate_grad_batches", options.accumulate_grad_batches
-            of = (getattr(p.plugin, name) for p in self._setup.parts if hasattr(p.plugin, name))
-            size_of = next(of, lambda epoch: size)
-            steps = sum(-(-int(batches) // size_of(epoch)) for epoch in range(options.max_epochs))
-        return steps if options.max_steps == -1 else min(steps, options.max_steps)
+        metrics = self._run.metrics if self._run else {}
+        # float64, so that ``.item()`` is the number that was logged.
+        return {n: torch.tensor(value, dtype=torch.float64) for n, value in metrics.items()}
 
     @property
     def should_stop(self) -> bool:
@@ -539,8 +524,3 @@ def _view() -> Any:
     with suppress(ImportError):
         return import_from("geartrain_callbacks.trainer_view", "").TrainerView
     return None
-
-
-def _as_tensors(metrics: Mapping[str, float]) -> dict[str, torch.Tensor]:
-    """Return metrics as float64, so that ``.item()`` is the number that was logged."""
-    return {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}

@@ -16,7 +16,7 @@ from geartrain.builtin.clipping import GradientClipping
 from geartrain.builtin.defaults import Defaults
 from geartrain.builtin.run_folder import LastCheckpoint, RunFolder
 from geartrain.errors import UsageError
-from geartrain.errors.distributions import MissingDistributionError, import_from
+from geartrain.errors.distributions import import_from
 from geartrain.errors.known import KNOWN
 from geartrain.files.paths import user_path
 from geartrain.hooks.manager import Hooks
@@ -30,7 +30,7 @@ from geartrain.planning.registry import Registry, make
 from geartrain.planning.selection import select_devices, select_precision, select_strategy
 
 if TYPE_CHECKING:
-    from geartrain.module.module import Module
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,21 +136,6 @@ class Setup:
         # It did not begin the run's folder: the setup from which it comes did.
         parts = (*_core_parts(plan.options, plan.output, False), *plugins)
         return replace(self, parts=parts, plan=plan)
-
-    def with_callbacks_of(self, module: Module) -> Setup:
-        """Return this setup with the callbacks of ``module.configure_callbacks``.
-
-        They replace callbacks of the same class, and stay in the trainer.
-
-        Raises:
-            UsageError: an object is no callback.
-        """
-        added = callback_parts(self.registry, module.configure_callbacks() or ())
-        classes = {type(_callback(part)) for part in added}
-        parts = [part for part in self.parts if type(_callback(part)) not in classes]
-        kept = [part.info for part in parts if part.info in self.plan.plugins]
-        plan = replace(self.plan, plugins=(*kept, *(part.info for part in added)))
-        return replace(self, parts=(*parts, *added), plan=plan)
 
     def hooks(self, module: Any, command: str, mode: str = "automatic") -> Hooks:
         """Return the hooks of one run, not yet frozen: also of plugins that only this run needs.
@@ -355,37 +340,12 @@ def _of_file(plugin: str, options: Mapping[str, Any]) -> Any:
 
 
 def callback_parts(registry: Registry, callbacks: Any) -> list[LoadedPlugin]:
-    """Return the plugins of ``callbacks``.
-
-    Raises:
-        UsageError: an object is no callback, or has methods that would never be called.
-    """
-    is_one = isinstance(callbacks, str) or not isinstance(callbacks, Iterable)
-    given = [callbacks] if is_one else list(callbacks)
-    return [_callback_part(registry, callback) for callback in given]
-
-
-def _callback_part(registry: Registry, callback: Any) -> LoadedPlugin:
-    name, reason, adapter = type(callback).__name__, "callbacks=[...]", None
-    hint = "use an object of a subclass of geartrain.callbacks.Callback"
-    if isinstance(callback, str):
-        hint = f"plugins=[{callback!r}]"
-    elif not isinstance(callback, type):
-        if hasattr(callback, "as_plugin"):
-            return registry.adopt("plugin", callback, reason)
-        try:
-            adapter = import_from("geartrain_callbacks.callback", name).adapt(callback)
-        except MissingDistributionError:
-            hint = f"pip install geartrain-callbacks, and {hint}"
-        if adapter is not None:
-            return LoadedPlugin(PluginInfo(name, "plugin", None, None, reason), adapter)
-        if Hooks.has_hookimpls(callback):
-            return registry.adopt("plugin", callback, reason)
-    raise UsageError(f"callbacks={callback!r}: it is no callback. Fix: {hint}")
-
-
-def _callback(part: LoadedPlugin) -> Any:
-    return getattr(part.plugin, "callback", part.plugin)
+    """Return the plugins of ``callbacks``, which geartrain-callbacks makes."""
+    if callbacks in ((), []):
+        return []
+    parts: list[LoadedPlugin]
+    parts = import_from("geartrain_callbacks.callback", "callbacks=").parts(registry, callbacks)
+    return parts
 
 
 def progress_parts(registry: Registry, extra: Sequence[LoadedPlugin]) -> list[LoadedPlugin]:

@@ -7,14 +7,17 @@ the order of the callbacks, and before the module's own methods of the same name
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from geartrain import Run, UsageError, World, hookimpl
 from geartrain.plugin_api import (
     Hooks,
+    LoadedPlugin,
     PluginInfo,
+    Registry,
     check_attributes,
     nearest,
     write_instead,
@@ -357,6 +360,52 @@ class Adapter(_Caller):
     @property
     def _called(self) -> Any:
         return self.callback
+
+
+def parts(registry: Registry, callbacks: Any) -> list[LoadedPlugin]:
+    """Return the plugins of ``callbacks``.
+
+    Raises:
+        UsageError: an object is no callback, or has methods that would never be called.
+    """
+    is_one = isinstance(callbacks, str) or not isinstance(callbacks, Iterable)
+    given = [callbacks] if is_one else list(callbacks)
+    return [_part(registry, callback) for callback in given]
+
+
+def _part(registry: Registry, callback: Any) -> LoadedPlugin:
+    reason, hint = "callbacks=[...]", "use an object of a subclass of geartrain.callbacks.Callback"
+    if isinstance(callback, str):
+        hint = f"plugins=[{callback!r}]"
+    elif not isinstance(callback, type):
+        if hasattr(callback, "as_plugin"):
+            return registry.adopt("plugin", callback, reason)
+        if (adapter := adapt(callback)) is not None:
+            info = PluginInfo(type(callback).__name__, "plugin", None, None, reason)
+            return LoadedPlugin(info, adapter)
+        if Hooks.has_hookimpls(callback):
+            return registry.adopt("plugin", callback, reason)
+    raise UsageError(f"callbacks={callback!r}: it is no callback. Fix: {hint}")
+
+
+def with_callbacks_of(setup: Any, module: Module) -> Any:
+    """Return a trainer's setup with the callbacks of ``module.configure_callbacks``.
+
+    They replace callbacks of the same class, and stay in the trainer.
+
+    Raises:
+        UsageError: an object is no callback.
+    """
+    added = parts(setup.registry, module.configure_callbacks() or ())
+    classes = {type(_callback(part)) for part in added}
+    kept = [part for part in setup.parts if type(_callback(part)) not in classes]
+    infos = [part.info for part in kept if part.info in setup.plan.plugins]
+    plan = replace(setup.plan, plugins=(*infos, *(part.info for part in added)))
+    return replace(setup, parts=(*kept, *added), plan=plan)
+
+
+def _callback(part: LoadedPlugin) -> Any:
+    return getattr(part.plugin, "callback", part.plugin)
 
 
 def adapt(callback: Any) -> Adapter | None:

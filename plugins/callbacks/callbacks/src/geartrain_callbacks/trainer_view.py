@@ -224,6 +224,12 @@ class TrainerView:
         "The newest value of every metric with ``prog_bar=True``.",
     )
 
+    @property
+    def logged_metrics(self) -> dict[str, torch.Tensor]:
+        """The newest value of every metric that loggers got, a 0-d float64 tensor on the CPU."""
+        metrics = self.run.logs.logged if self.run else {}
+        return {n: torch.tensor(value, dtype=torch.float64) for n, value in metrics.items()}
+
     # --- data -------------------------------------------------------------------------------------
 
     train_dataloader = _loaders("train")
@@ -233,6 +239,22 @@ class TrainerView:
     num_val_batches = _batches("validate")
     num_test_batches = _batches("test")
     num_predict_batches = _batches("predict")
+
+    @property
+    def num_training_batches(self) -> int | float:
+        """Batches in one epoch; infinity if the loader has no length, and before ``fit``."""
+        return next(iter(self._stage("train")[1]), float("inf"))
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Optimizer steps of the whole ``fit``, for schedulers; infinity if it has no end."""
+        options, batches = self.trainer.run.plan.options, self.num_training_batches
+        steps: int | float = float("inf")
+        if options.max_epochs != -1 and batches != float("inf"):
+            name, size = "get_accumulate_grad_batches", options.accumulate_grad_batches
+            size_of = next((getattr(p, name) for p in self._plugins(name)), lambda epoch: size)
+            steps = sum(-(-int(batches) // size_of(epoch)) for epoch in range(options.max_epochs))
+        return steps if options.max_steps == -1 else min(steps, options.max_steps)
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
