@@ -6,7 +6,7 @@ A module with such a method adds the plugin to its runs. Outputs are those of th
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -41,8 +41,8 @@ class TrainingOutputs:
 
     @hookimpl
     def on_train_epoch_end(self, run: Run) -> None:
-        outputs, self._outputs = self._outputs, []
-        run.module.training_epoch_end(outputs)
+        outputs, self._outputs, module = self._outputs, [], cast("Any", run.module)
+        module.training_epoch_end(outputs)
 
 
 class EvaluationOutputs:
