@@ -1,5 +1,6 @@
 """The algorithm async: a thread averages weights while ranks train."""
 
+import threading
 import time
 from types import SimpleNamespace
 
@@ -269,6 +270,51 @@ def test_a_resumed_run_is_as_warm_as_it_was():
     again.set_up(alone())
     assert again.warm
     assert again.reduces is None
+
+
+def test_a_waiting_thread_gets_the_next_turn():
+    turns, order, inside = Turns(), [], threading.Event()
+
+    def communicate():
+        with turns.communication():
+            order.append("communication")
+
+    thread = threading.Thread(target=communicate)
+    with turns.training(), turns.training():
+        order.append("training")
+        thread.start()
+        while not turns._wanted:
+            time.sleep(0.001)
+        with turns.training():  # nested: does not wait
+            inside.set()
+    with turns.training():
+        order.append("training")
+    thread.join(30)
+    assert inside.is_set()
+    assert order == ["training", "communication", "training"]
+
+
+def test_a_released_turn_is_taken_again():
+    turns, order = Turns(), []
+
+    def communicate():
+        for _ in range(2):
+            with turns.communication():
+                order.append("communication")
+
+    first, second = threading.Thread(target=communicate), threading.Thread(target=communicate)
+    with turns.training(), turns.training():
+        with turns.given_up():
+            first.start()
+            first.join(30)
+        second.start()
+        while not turns._wanted:
+            time.sleep(0.001)
+        order.append("training")
+    second.join(30)
+    assert order == [*["communication"] * 2, "training", *["communication"] * 2]
+    with turns.given_up(), turns.communication():  # no thread has a turn
+        pass
 
 
 def test_an_error_inside_a_turn_ends_it():

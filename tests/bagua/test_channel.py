@@ -18,6 +18,17 @@ def channel():
     assert made.close(5)
 
 
+def test_work_is_done_in_order_by_one_thread_other_than_this(channel):
+    done = []
+    jobs = [
+        channel.submit(lambda i=i: (done.append(i), threading.get_ident())[1]) for i in range(500)
+    ]
+    idents = {job.result() for job in jobs}
+    assert done == list(range(500))
+    assert len(idents) == 1
+    assert threading.get_ident() not in idents
+
+
 def test_result_raises_the_error_and_no_later_work_is_done(channel):
     done = []
 

@@ -1,8 +1,10 @@
-"""Training loops in plain torch, and on the ranks of a Session."""
+"""Training loops that the tests run in one process in plain torch, and on ranks with a Session."""
 
 import torch
 from torch.nn import functional
 from torch.utils.data import DataLoader
+
+import geartrain as gt
 
 from .cases import Net, samples, weights
 
@@ -11,6 +13,7 @@ CASES = {
     "sgd": ({}, {}, 1),
     "adam": ({"optimizer": "adam"}, {}, 1),
     "accumulating": ({"optimizer": "adam"}, {}, 2),
+    "many buckets, accumulating": ({}, {"strategy_options": {"bucket_cap_mb": 0.0001}}, 2),
     "clipped": ({}, {"gradient_clip_val": 0.05}, 1),
     "clipped by hand": ({}, {}, 1),
     "lbfgs": ({"optimizer": "lbfgs"}, {}, 1),
@@ -45,6 +48,14 @@ def by_hand(name):
             optimizer.step()
             optimizer.zero_grad()
     return weights(net)
+
+
+def with_session(name, **options):
+    """Train on each rank's part of the same batches and return the weights."""
+    more = CASES[name][1]
+    with gt.Session(accelerator="cpu", devices=2, strategy="ddp", **more, **options) as session:
+        session.launch()
+        return loop(session, name)
 
 
 def loop(session, name):

@@ -6,13 +6,14 @@ tests/session/test_on_ranks.py has the session's methods and errors.
 import pytest
 import torch
 import torch.distributed as dist
-from several_ranks import results, succeeded
+from several_ranks import failed, kept_by, results, succeeded
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import geartrain as gt
 from geartrain import hookimpl
+from geartrain.parallel import is_connection
 
 from . import session_cases
 from .cases import Net, samples
@@ -20,6 +21,25 @@ from .cases import Net, samples
 
 def ddp_session(**options):
     return gt.Session(accelerator="cpu", devices=2, strategy="ddp", **options)
+
+
+def train_all():
+    return {name: session_cases.with_session(name) for name in session_cases.CASES}
+
+
+two_ranks = kept_by(train_all)
+
+
+@pytest.mark.parametrize("name", session_cases.CASES)
+def test_two_ranks_train_as_one_process_does(two_ranks, name):
+    expected = session_cases.by_hand(name)
+    # float16 rounds. LBFGS divides by small differences of gradients, which amplifies rounding.
+    rtol, atol = {"with a scaler": (1e-2, 1e-4), "lbfgs": (1e-4, 1e-5)}.get(name, (1e-5, 1e-6))
+    for key, value in expected.items():
+        torch.testing.assert_close(two_ranks[0][name][key], value, rtol=rtol, atol=atol)
+        assert torch.equal(two_ranks[0][name][key], two_ranks[1][name][key]), (
+            f"{key} differs between ranks"
+        )
 
 
 def train_without_with(fault=None, rank=None):
@@ -44,6 +64,21 @@ def loop(session, fault=None, rank=None, make=Net):
 def test_a_session_that_is_never_closed_closes_when_the_program_ends(tmp_path):
     for rank in succeeded(tmp_path, train_without_with):
         assert (rank.result, rank.printed) == (6, "")
+
+
+class Manual(Net):
+    automatic_optimization = False
+
+
+def train_a_module_of_manual_optimisation():
+    with ddp_session() as session:
+        session.launch()
+        return loop(session, make=Manual)
+
+
+def test_a_module_of_manual_optimisation_is_trained_by_all_ranks(tmp_path):
+    first, second = results(tmp_path, train_a_module_of_manual_optimisation)
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
 
 
 class Counting:
@@ -78,6 +113,13 @@ def fail(fault, rank):
     with ddp_session() as session:
         session.launch()
         loop(session, fault, rank)
+
+
+@pytest.mark.parametrize(("function", "rank"), [(fail, 0), (train_without_with, 1)])
+def test_an_error_of_a_rank_ends_all(tmp_path, function, rank):
+    ranks = failed(tmp_path, function, "that one", rank)
+    assert ranks[rank].error == "ValueError: that one"
+    assert is_connection(ranks[1 - rank].error)
 
 
 # --- refused before anything starts --------------------------------------------------------------

@@ -11,10 +11,12 @@ from several_ranks import failed, kept_by
 from torch.utils.data import DataLoader
 
 import geartrain as gt
+from geartrain import hookimpl
+from geartrain.parallel import ProcessGroupStrategy
 from geartrain_ddp import DDPStrategy
 from geartrain_testing.launching import until
 
-from .cases import CASES, Net, ddp, samples, train
+from .cases import CASES, Net, ddp, one_trainer, samples, train
 
 
 def train_all():
@@ -47,6 +49,14 @@ def test_two_ranks_train_as_one_process_does(two_ranks, name):
 # --- refused -------------------------------------------------------------------------------------
 
 
+class Alone(ProcessGroupStrategy):
+    @hookimpl
+    def setup_process_group(self, run):
+        run.store.set(f"came {run.cluster.rank}", "")
+        run.store.wait(["came 0", "came 1"])
+        return gt.World()
+
+
 class Late(Net):
     """Rank 1 starts the second step when rank 0 has given up."""
 
@@ -73,6 +83,18 @@ def test_a_rank_waits_no_longer_than_the_strategys_timeout(tmp_path):
     first, second = failed(tmp_path, wait_for_a_late_rank)
     assert "imed out" in first.error
     assert "not within 30 s" not in second.error
+
+
+def train_alone():
+    one_trainer(strategy=Alone(), devices=2).fit(Net(), DataLoader(samples(), batch_size=4))
+
+
+def test_strategy_that_would_train_alone_is_refused(tmp_path):
+    # Without a supervisor, the second rank may only find that the first has gone.
+    errors = [rank.error for rank in failed(tmp_path, train_alone)]
+    assert any(
+        "the plan has 2 processes" in error and "made a world of 1" in error for error in errors
+    ), errors
 
 
 @pytest.mark.parametrize("backend", ["nccl", "glooo"])

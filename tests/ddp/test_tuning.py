@@ -6,8 +6,9 @@ from several_ranks import succeeded
 from torch.utils.data import DataLoader
 
 import geartrain as gt
+from geartrain.tuning import Tuner
 
-from .cases import Net, samples
+from .cases import Net, ddp, samples
 
 
 class Data(gt.DataModule):
@@ -37,3 +38,21 @@ def test_only_rank_0_of_the_command_prints(tmp_path):
     assert second.printed == ""
     assert json.loads((tmp_path / "out" / "lr.json").read_text())["suggestion"] > 0
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"lr.json", "lr.csv"}
+
+
+class Limited(Net):
+    batch_size = 2
+
+    def train_dataloader(self):
+        return DataLoader(samples(), batch_size=self.batch_size)
+
+    def training_step(self, batch, batch_idx):
+        if len(batch[0]) > 11:
+            raise MemoryError("no room")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_batch_size_is_found_by_ddp_on_one_device():
+    module, trainer = Limited(), ddp(devices=1)
+    assert Tuner(trainer).scale_batch_size(module, mode="binsearch") == 11
+    trainer.fit(module)

@@ -244,6 +244,20 @@ def test_name_of_the_data_module(name, kind):
             getattr(gt.DataModule(), name)
 
 
+def test_a_data_modules_method_that_is_never_called_is_refused_before_the_run():
+    class Data(gt.DataModule):
+        def transfer_batch_to_device(self, batch, device, dataloader_idx):
+            return batch
+
+    trainer = gt.Trainer(accelerator="cpu", devices=1, max_epochs=1, enable_progress_bar=False)
+    with pytest.raises(
+        gt.UsageError,
+        match=r"Data\.transfer_batch_to_device would never be called\. Use instead: the same "
+        r"method of the module",
+    ):
+        trainer.fit(Net(), datamodule=Data())
+
+
 @pytest.mark.parametrize(("name", "kind"), cases("Callback's hooks", "callback"))
 def test_hook_of_a_callback(name, kind):
     members = {

@@ -52,7 +52,8 @@ def fit(module, own=None, **more):
 
 
 def session(name, **own):
-    with gt.Session(**options(**own), **CASES[name][1]) as one:
+    more = {key: value for key, value in CASES[name][1].items() if key != "strategy_options"}
+    with gt.Session(**options(**own), **more) as one:
         one.launch()
         return loop(one, name)
 

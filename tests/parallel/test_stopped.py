@@ -60,6 +60,12 @@ def looks(watch, clock, seconds):
     return found
 
 
+def test_a_rank_that_is_stopped_for_long_fails(watch, clock, child):
+    assert not any(looks(watch, clock, 100))
+    send(child, signal.SIGSTOP, True)
+    assert looks(watch, clock, PATIENCE + 3 * PERIOD)[-2:] == [True, True]
+
+
 def test_the_time_starts_again_after_a_rank_continues(watch, clock, child):
     for _ in range(3):
         send(child, signal.SIGSTOP, True)
@@ -74,3 +80,8 @@ def test_time_in_which_the_supervisor_is_suspended_does_not_count(watch, clock, 
     clock[0] += 3600
     watch.look()
     assert watch.failures == []
+
+
+def test_a_rank_that_has_ended_is_not_stopped(watch, clock, child):
+    child.communicate(b"\n")
+    assert not any(looks(watch, clock, 2 * PATIENCE))

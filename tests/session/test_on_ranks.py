@@ -23,7 +23,7 @@ def launch(function, **options):
     return strategy.results
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if "buckets" not in name])
 def test_two_ranks_train_as_one_process_does(name):
     first, second = launch(lambda session: loop(session, name), **CASES[name][1])
     assert equal(first, second)

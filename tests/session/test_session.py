@@ -8,11 +8,13 @@ import pickle
 import pytest
 import torch
 from small_models import (
+    CountsInPlace,
     Loggers,
     Net,
     Pretend,
     Recorder,
     assert_equal,
+    by_hand,
     differ,
     loader,
     samples,
@@ -84,6 +86,14 @@ def test_a_loop_trains_like_a_trainer(name):
         train(session, ours.layers, loader(), accumulate=accumulate, epochs=2)
     assert_equal(ours.layers, theirs.layers)
     assert differ({k: v.float() for k, v in ours.state_dict().items()}, before)
+
+
+def test_a_loop_trains_like_a_loop_in_plain_torch():
+    module = Net()
+    expected = by_hand(module, list(loader()), torch.optim.AdamW, epochs=2)
+    with make() as session:
+        train(session, module, loader(), torch.optim.AdamW, epochs=2)
+    assert_equal(module, expected)
 
 
 def test_lbfgs_computes_in_a_closure():
@@ -558,6 +568,13 @@ def test_a_marked_method_is_called_through_the_hook():
         assert watcher.calls == ["on_run_start", "forward loss"]
         with pytest.raises(UsageError, match="Net has no method 'los'"):
             model.mark_forward_method("los")
+
+
+def test_the_hooks_of_a_model_that_was_wrapped_in_place_are_called():
+    plugin = CountsInPlace()
+    with make(plugins=[plugin]) as session:
+        train(session, layers(), loader())
+    assert plugin.calls == {"forward": 6}
 
 
 def test_keyword_arguments_reach_the_model():

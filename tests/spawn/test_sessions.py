@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -183,6 +184,25 @@ def check_progress(drawn, counted):
     assert any("val_loss" in shown and "metric" in shown for shown in displays)  # the closing table
 
 
+@pytest.mark.end_to_end
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_in_an_interactive_session(tmp_path, method):
+    session = f"{NET}\n\n{fit(method)}"
+    (tmp_path / "session.py").write_text(session)
+    # Typed in, as a user does: with -i FILE there would be a script that could run again.
+    typed = "exec(compile(open('session.py').read(), '<typed>', 'exec'), globals())\n"
+    done = subprocess.run(
+        [sys.executable, "-i", "-q"],
+        cwd=tmp_path,
+        input=typed,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=_environment(tmp_path),
+    )
+    assert EXPECTED in done.stdout, done.stderr
+
+
 @methods("forkserver", "spawn", "fork")
 def test_a_script_without_a_guard(tmp_path, method):
     (tmp_path / "train.py").write_text(f"print('the script runs')\n{NET}\n{fit(method)}")
@@ -282,6 +302,18 @@ def until_waiting(run, tmp_path):
     assert run.process.poll() is None, run.err
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_starter_ends_everything_and_tears_down(tmp_path, number):
+    with waiting(tmp_path) as run:
+        until_waiting(run, tmp_path)
+        run.process.send_signal(number)
+        assert run.wait(PROMPT) != 0
+        assert number.name in run.err
+        until(lambda: not run.processes(), PROMPT, "no process is left")
+    assert {path.name for path in tmp_path.glob("teardown-*")} == {"teardown-0", "teardown-1"}
+
+
 @pytest.mark.skipif(not HAS_PROC, reason="finds processes through /proc")
 @methods("fork", "forkserver")
 def test_ctrl_c_in_a_terminal_ends_everything_and_tears_down(tmp_path, method):
@@ -307,6 +339,11 @@ def test_all_processes_end_after_the_starter_is_killed(tmp_path, method):
         assert len(run.processes()) >= 3
         run.process.kill()
         until(lambda: not run.processes(), PROMPT, "no process is left")
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return {**kept, "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
 
 
 def test_the_forkserver_exits_without_undoing_its_imports(tmp_path):

@@ -31,6 +31,13 @@ def train_twice():
         assert services() == 0
 
 
+def train_on_a_rank():
+    options = {"wandb": {"mode": "offline"}}
+    one = trainer("wandb", strategy="ddp", devices=2, plugin_options=options, output="out")
+    one.fit(Net(), loader(num_workers=1), loader())
+    return "wandb" in sys.modules
+
+
 class Batches:
     """An endless dataset."""
 

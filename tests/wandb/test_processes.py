@@ -17,7 +17,7 @@ from several_ranks import program, results
 from geartrain_testing.launching import until
 
 from .cases import geartrain
-from .programs import train_for_ever, train_twice
+from .programs import train_for_ever, train_on_a_rank, train_twice
 from .record import recorded
 
 DOWNHILL = str(Path(__file__).parents[1] / "integration" / "downhill.py")
@@ -55,6 +55,13 @@ def test_without_a_key_no_prompt_appears_at_a_terminal(tmp_path):
 def test_after_the_run_wandb_has_no_process_left(tmp_path):
     results(tmp_path, train_twice, ranks=1, place="alone")
     assert [run.exit_code for run in recorded(tmp_path)] == [0, 0]
+
+
+def test_only_the_first_of_two_ranks_has_a_run(tmp_path):
+    assert results(tmp_path, train_on_a_rank) == [True, False]
+    (run,) = recorded(tmp_path)
+    assert [row["trainer/global_step"] for row in run.rows if "loss_step" in row] == [1, 2, 3, 4]
+    assert run.config["geartrain"]["processes"] == 2
 
 
 def test_ctrl_c_marks_the_run_and_leaves_no_process(tmp_path):

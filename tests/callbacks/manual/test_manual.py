@@ -11,6 +11,7 @@ import pytest
 import torch
 from small_models import (
     SGD,
+    CountsInPlace,
     Loggers,
     Net,
     Noting,
@@ -58,6 +59,12 @@ def test_a_true_precision():
     fit(module, precision="bf16-true")
     assert module.a.weight.dtype is torch.bfloat16
     torch.testing.assert_close(module.a.weight, expected.a.weight)
+
+
+def test_the_hooks_of_a_model_that_was_wrapped_in_place_are_called():
+    plugin = CountsInPlace()
+    fit(Two(), plugins=[plugin])
+    assert plugin.calls == {"training_step": 6}
 
 
 def test_accumulation_over_two_backwards_and_over_batches():

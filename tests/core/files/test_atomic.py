@@ -8,6 +8,7 @@ import sys
 from contextlib import contextmanager
 
 import pytest
+import torch
 
 from geartrain import TrainingError
 from geartrain.files.atomic import AppendedFile, remove_abandoned, replacing
@@ -57,6 +58,22 @@ def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_it_returns(
     assert done == ["sync folder", "sync file", "rename", "sync folder"]
 
 
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_an_error_leaves_the_old_file(tmp_path, error):
+    path = tmp_path / "file"
+    write(path, b"old")
+
+    def fails():
+        with replacing(path) as file:
+            file.write(b"new")
+            raise error
+
+    with pytest.raises(TrainingError if error is OSError else error):
+        fails()
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
 @pytest.mark.parametrize(
     "size", [10, 3 * 2**20]
 )  # in the buffer until the end, and written at once
@@ -73,6 +90,28 @@ def test_a_full_disk_is_named_and_leaves_the_old_file(tmp_path, size):
         write(path, bytes(size))
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_full_disk_is_named_under_torch_save(tmp_path):
+    with (
+        files_of_at_most(2**20),
+        pytest.raises(TrainingError, match=r"^disk full"),
+        replacing(tmp_path / "file") as file,
+    ):
+        torch.save(torch.zeros(2**20), file)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        TrainingError, match=r"file/in could not be written: .*Fix: use another output"
+    ):
+        write(tmp_path / "file" / "in", b"")
+    with pytest.raises(
+        TrainingError, match=r"file/in could not be written: .*Fix: use another output"
+    ):
+        AppendedFile(tmp_path / "file" / "in")
 
 
 def test_a_full_disk_leaves_no_part_of_the_appended_data(tmp_path):

@@ -13,7 +13,7 @@ from ...spawn.models import Net, loader, trainer
 @pytest.mark.end_to_end  # test_trace.py merges without processes
 def test_trace_of_spawned_ranks_is_one_timeline(tmp_path, capfd):
     profile = Profile(wait=1, warmup=0, active=1)
-    trainer("forkserver", plugins=[profile], output=str(tmp_path)).fit(Net(), loader())
+    trainer(plugins=[profile], output=str(tmp_path)).fit(Net(), loader())
     found = json.loads((tmp_path / "profile.json").read_text())
     assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
     assert "rank 0 of 2" in capfd.readouterr().out

@@ -1,6 +1,10 @@
 """The batch-size finder: its results, also when the process really runs out of memory."""
 
 import gc
+import os
+import subprocess
+import sys
+import textwrap
 import weakref
 
 import pytest
@@ -183,6 +187,74 @@ def test_torchs_error_is_out_of_memory():
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**60, dtype=torch.uint8)
     assert is_out_of_memory(raised.value)
+
+
+@pytest.mark.end_to_end
+def test_memory_that_really_runs_out():
+    """In a process limited to 256 MiB more than torch needs; a sample takes 1 MiB or more."""
+    program = """
+        import resource, sys
+        import torch
+        from torch import nn
+        from torch.utils.data import DataLoader, TensorDataset
+        import geartrain as gt
+        from geartrain.tuning import Tuner
+
+        class Wide(gt.Module):
+            batch_size = 1
+            def __init__(self):
+                super().__init__()
+                self.layer = nn.Linear(4, 2**18)
+            def training_step(self, batch, batch_idx):
+                return self.layer(batch[0]).square().mean()
+            def train_dataloader(self):
+                return DataLoader(TensorDataset(torch.randn(4096, 4)), batch_size=self.batch_size)
+            def configure_optimizers(self):
+                return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        torch.set_num_threads(1)
+        options = dict(accelerator="cpu", enable_progress_bar=False, max_steps=2)
+        gt.Trainer(**options).fit(Wide())  # what torch loads and allocates at first
+        used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, used + 2**28))
+        found = {}
+        for mode in ("power", "binsearch"):
+            module = Wide()
+            before = {name: value.clone() for name, value in module.state_dict().items()}
+            tuner = Tuner(gt.Trainer(**options))
+            found[mode] = tuner.scale_batch_size(module, mode=mode, init_val=16, steps_per_trial=2)
+            assert module.batch_size == found[mode]
+            after = module.state_dict()
+            assert all(torch.equal(value, before[name]) for name, value in after.items())
+            assert any("allocate memory" in trial.error for trial in tuner.trials), tuner.trials
+            gt.Trainer(**options).fit(module)  # the result runs after all failures
+            del before
+        module.batch_size = 2 * found["binsearch"]
+        try:
+            gt.Trainer(**options).fit(module)
+        except RuntimeError as error:
+            assert "allocate memory" in str(error), error
+        else:
+            raise SystemExit("twice the size runs too")
+        print(found["power"], found["binsearch"])
+    """
+    if sys.platform != "linux":
+        pytest.skip("needs RLIMIT_AS and /proc")
+    # Freed memory that glibc keeps would count as used, and differ from trial to trial.
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_ARENA_MAX": "1",
+    }
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    power, binsearch = map(int, done.stdout.split())
+    # A sample takes 1 MiB in the output, and 1 to 2 MiB more in backward.
+    assert power & (power - 1) == 0
+    assert 8 <= power <= binsearch < 2 * power
+    assert binsearch < 256
 
 
 def test_the_batch_size_is_found_in_data_module_and_module():

@@ -199,6 +199,29 @@ def test_batch_size_searches(command, facts, write, folder):
     assert done.err == ""
 
 
+def test_batch_size_of_the_module(command, write):
+    write(
+        "own.py",
+        "from torch.utils.data import DataLoader\nfrom net import Data as D, Net\nclass Own(Net):\n"
+        "    def __init__(self, size: int = 2):\n        super().__init__()\n"
+        "        self.size = size\n"
+        "    def train_dataloader(self): return DataLoader(D(1, 24).samples, "
+        "batch_size=self.size)\n",
+    )
+    done = command(
+        "tune batch-size own.py --accelerator cpu --batch-arg-name size --steps-per-trial 1"
+    )
+    assert done.code == 0, done.err
+    assert "use it: --model.size 24\n" in done.out
+
+
+def test_no_batch_size_runs(command, write):
+    write("small.py", SMALL.replace("> 10", "> 0"))
+    done = command("tune batch-size small.py --accelerator cpu")
+    assert done.code == 1
+    assert "no batch size runs: 1 ran out of memory too (no room)" in done.err
+
+
 # --- usage ----------------------------------------------------------------------------------------
 
 
@@ -218,6 +241,19 @@ def test_batch_size_searches(command, facts, write, folder):
 def test_wrong_usage(refused, line, expected):
     error = refused(line)
     assert all(word in error for word in expected), error
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("tune lr net.py --num-training 3 --accelerator cpu", "at least 13"),
+        ("tune batch-size net.py --init-val 0 --accelerator cpu", "at least 1"),
+    ],
+)
+def test_a_search_that_cannot_work_starts_nothing(command, line, expected):
+    done = command(line)
+    assert done.code == 2
+    assert expected in done.err
 
 
 def test_help(command):

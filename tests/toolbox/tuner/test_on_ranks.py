@@ -55,6 +55,32 @@ def test_a_bad_loss_on_one_rank_ends_both_in_the_same_step(rank, factor, steps, 
     assert why in curve.stopped
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_finder_leaves_no_changes(fails):
+    class Own(Net):
+        def training_step(self, batch, batch_idx):
+            if fails and self.global_rank == 1 and self.global_step == 3:
+                raise ValueError("in the finder")
+            return super().training_step(batch, batch_idx)
+
+    module, (trainer, _) = Own(norm=True, optimizer="adam"), on_threads(seed=3)
+    before = weights(module)
+    try:
+        Tuner(trainer).lr_find(
+            module,
+            DataLoader(samples(), batch_size=4),
+            min_lr=0.1,
+            num_training=20,
+            update_attr=False,
+        )
+    except ValueError:
+        assert fails
+    else:
+        assert not fails
+    assert equal(module.state_dict(), before)
+    assert trainer.global_step == 0
+
+
 def test_training_afterwards_is_bit_equal_to_training_without():
     def train(tune):
         module, (trainer, strategy) = (
