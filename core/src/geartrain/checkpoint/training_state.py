@@ -29,6 +29,7 @@ from geartrain.data.loaders import describe
 from geartrain.data.seeding import random_state, set_random_state
 from geartrain.data.stage import Stage
 from geartrain.errors import TrainingError, UsageError
+from geartrain.errors.distributions import import_from
 from geartrain.hooks.plugin_info import LoadedPlugin, keeps_state
 from geartrain.metrics.objects import libraries
 from geartrain.module.nested import map_tensors, not_plain
@@ -275,9 +276,14 @@ def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
         stage.set_seeds(fit["seeds"].get(name, []))
     run.step, run.epoch = fit["step"], fit["epoch"]
     run.loop.batches_seen = fit["batches_seen"]
-    rank_state = _of_this_rank(run, fit)
+    ranks = fit["ranks"]
+    if len(ranks) == run.world.size:
+        rank_state, batch_idx = ranks[run.world.rank], int(fit["batch_idx"])
+    else:
+        wanted = f"the reader of a checkpoint of {len(ranks)} ranks"
+        other_size = import_from("geartrain_parallel.other_size", wanted)
+        rank_state, batch_idx = other_size.position(run, fit)
     run.logs.load_state_dict(rank_state["logs"])
-    batch_idx = _batches_in_this_world(run, fit)
     file = path if run.loop.memory_checkpoint is None else None
     run.loop.resumed = Resumed(file, batch_idx, rank_state)
     run.loop.validated = (run.epoch, batch_idx) if fit["validated"] else None
@@ -380,37 +386,6 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
         slots.clear()
         slots.update(new_slots)
         optimizer.state = slots
-
-
-def _of_this_rank(run: Run, fit: dict[str, Any]) -> dict[str, Any]:
-    """Return the file's state of this rank.
-
-    In a world of another size it has the random state, if the rank existed, and rank 0's metrics.
-    """
-    ranks, rank = fit["ranks"], run.world.rank
-    if len(ranks) == run.world.size:
-        return dict(ranks[rank])
-    kept = ranks[rank] if rank < len(ranks) else {}
-    logs = {**ranks[0]["logs"], "epoch": None}
-    return {"random": kept.get("random"), "began": kept.get("began"), "logs": logs, "parts": {}}
-
-
-def _batches_in_this_world(run: Run, fit: dict[str, Any]) -> int:
-    """Return after how many of this rank's batches the epoch resumes, in a world of any size."""
-    before, current, done = len(fit["ranks"]), run.world.size, int(fit["batch_idx"])
-    if before == current:
-        return done
-    total, batches = run.stages["train"].batches[0], done * before // current
-    if total is not None:  # shards are padded: the smaller world's epoch may be shorter
-        batches = min(batches, total)
-    if done and run.world.rank == 0:
-        warnings.warn(
-            f"the checkpoint was saved by {before} ranks after {done} batches of an epoch, which "
-            f"{current} ranks resume after {batches}: some of its samples may come twice or not at "
-            "all, and its metrics cover the rest",
-            stacklevel=2,
-        )
-    return batches
 
 
 def _load_parts(run: Run, fit: dict[str, Any], unshared: dict[str, Any], path: Path) -> None:
