@@ -85,7 +85,7 @@ API_SECTIONS = {
         *("LocalMetric", "MetricOptions", "reductions", "libraries", "experiment"),
     ),
     "Ranks and processes": (
-        *("RankCoordinator", "ClusterEnvironment", "detect", "START_COMMAND", "raise_on_signals"),
+        *("RankCoordinator", "ClusterEnvironment", "detect", "START_DIRECTORY", "raise_on_signals"),
     ),
 }
 

@@ -177,9 +177,7 @@ def dists(tmp_path, monkeypatch):
     monkeypatch.delenv("GEARTRAIN_BLOCK", raising=False)
     monkeypatch.setattr(geartrain.planning.registry, "visible_devices", dict)
     # Ranks may be started as if pytest's command could be run again.
-    monkeypatch.setattr(
-        "geartrain.launch.rerun_command.StartCommand.reason_not_rerunnable", lambda command: None
-    )
+    monkeypatch.setattr("geartrain_parallel.rerun_command.reason_not_rerunnable", lambda: None)
     before = set(sys.modules)
     yield made
     for name in set(sys.modules) - before:

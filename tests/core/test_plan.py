@@ -447,8 +447,7 @@ def test_several_devices_or_nodes_take_ddp_and_import_no_other(dists, options):
 
 def test_auto_takes_ddp_spawn_if_the_command_cannot_be_run_again(dists, monkeypatch):
     monkeypatch.setattr(
-        "geartrain.launch.rerun_command.StartCommand.reason_not_rerunnable",
-        lambda command: "a notebook has none",
+        "geartrain_parallel.rerun_command.reason_not_rerunnable", lambda: "a notebook has none"
     )
     dists.strategy("ddp")
     with pytest.raises(UsageError, match=r"a notebook has none.*pip install geartrain-spawn"):

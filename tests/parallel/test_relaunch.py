@@ -19,7 +19,7 @@ else:
     os.chdir(os.sep)
     try:
         command, environ = relaunch.command(), {**os.environ, "AGAIN": "1"}
-        done = subprocess.run(command, cwd=relaunch.START_COMMAND.directory, env=environ)
+        done = subprocess.run(command, cwd=relaunch.START_DIRECTORY, env=environ)
         sys.exit(done.returncode)
     except relaunch.UsageError as error:
         print("refused:", error, flush=True)

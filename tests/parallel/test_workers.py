@@ -99,7 +99,7 @@ def is_running(pid):
 def node(tmp_path, monkeypatch):
     monkeypatch.setenv("GEARTRAIN_PATIENCE", "unwind=0.5,grace=0.5,teardown=2,stopped=0.5")
     monkeypatch.setattr(relaunch, "command", lambda: [sys.executable, "-c", RANK])
-    monkeypatch.setattr(workers.START_COMMAND, "directory", str(tmp_path))
+    monkeypatch.setattr(workers, "START_DIRECTORY", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     begin()
     node = Node(tmp_path)

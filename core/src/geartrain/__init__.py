@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from geartrain._version import __version__
 from geartrain.errors import GeartrainError, TrainingError, UsageError
 from geartrain.hookspecs import hookimpl, hookspec
-from geartrain.launch import rerun_command as _rerun_command  # noqa: F401 (reads the start folder)
+from geartrain.launch import start_directory as _start_directory  # noqa: F401 (is read now)
 
 if TYPE_CHECKING:
     from geartrain.data.seeding import seed_everything

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from geartrain.errors import UsageError
+from geartrain.errors.distributions import import_from
 from geartrain.errors.known import KNOWN
 from geartrain.hooks.manager import Hooks
 from geartrain.hooks.plugin_info import LoadedPlugin
 from geartrain.launch.cluster import detect
-from geartrain.launch.rerun_command import START_COMMAND
 from geartrain.planning.devices import parse_devices
 from geartrain.planning.registry import Registry
 
@@ -60,10 +60,14 @@ def select_strategy(
         part = registry.select("strategy", "single", options, "'auto': one device needs no other")
         return part, _others(registry, "one device needs no strategy of several")
     # ddp starts ranks by running the command again, unless a launcher has started them.
-    stuck = START_COMMAND.reason_not_rerunnable() if detect() is None else None
+    installed, stuck = registry.of("strategy"), None
+    has_ddp = any(candidate.name == "ddp" for candidate in installed)
+    if has_ddp and detect() is None:
+        rerunning = import_from("geartrain_parallel.rerun_command", "the start of ranks by ddp")
+        stuck = rerunning.reason_not_rerunnable()
     known = [name for kind, name in KNOWN if kind == "strategy"] if num_nodes == 1 else []
     preferred = [*([] if stuck else ["ddp"]), "ddp_spawn", *(n for n in known if n != "ddp")]
-    asked, installed = f"{len(devices)} devices on {num_nodes} node(s)", registry.of("strategy")
+    asked = f"{len(devices)} devices on {num_nodes} node(s)"
     for name in preferred:
         if any(c.name == name and c.state == "available" for c in installed):
             reason = f"'auto': the best installed one for {asked}"
@@ -71,7 +75,7 @@ def select_strategy(
             part = registry.select("strategy", name, options, reason)
             return part, _others(registry, f"{name} is preferred")
     needed = f"{asked} need a strategy of several processes"
-    if stuck and any(c.name == "ddp" for c in installed):
+    if stuck:
         raise UsageError(
             f"{needed}. ddp would run this program's command again, and {stuck}. Fix: pip install "
             "geartrain-spawn (or geartrain-dp), put the program in a file, or devices=1"

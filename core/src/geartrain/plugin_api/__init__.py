@@ -18,7 +18,7 @@ from geartrain.hooks.manager import Hooks
 from geartrain.hooks.plugin_info import LoadedPlugin, PluginInfo
 from geartrain.hooks.spelling import OVERRIDES, check_attributes
 from geartrain.launch.cluster import ClusterEnvironment, detect
-from geartrain.launch.rerun_command import START_COMMAND
+from geartrain.launch.start_directory import START_DIRECTORY
 from geartrain.planning.registry import InstalledPlugin, Registry
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # fmt: off
 __all__ = [  # noqa: F405
-    "KNOWN", "OVERRIDES", "START_COMMAND", "AppendedFile", "BatchSizer", "ClusterEnvironment",
+    "KNOWN", "OVERRIDES", "START_DIRECTORY", "AppendedFile", "BatchSizer", "ClusterEnvironment",
     "DataSource", "Hooks", "InstalledPlugin", "LoadedPlugin", "LocalMetric", "MappedBatches",
     "MetricOptions", "PluginInfo", "RankCoordinator", "Registry", "Stage", "StepForwarder",
     "TrainerBase", "check_attributes", "check_module", "close_batches", "detect", "drawing_from",

@@ -6,8 +6,8 @@
 - ``launch``: become a rank and start the others, or join a launcher's ranks; ``detect``: return the
   launcher and the rank of this process.
 - ``reserve``, ``variables``, ``threads``, ``join``, ``die_with_parent``, ``write_output_to``,
-  ``raise_on_signals``, ``report``: for a strategy that starts its ranks in another way, such as
-  ``geartrain-spawn``. ``launch`` starts and connects ranks with ``bootstrap``, ``nodes``,
+  ``raise_on_signals``, ``reason_not_rerunnable``, ``report``: for a strategy that starts its ranks
+  in another way, such as ``geartrain-spawn``. ``launch`` starts and connects ranks with ``bootstrap``, ``nodes``,
   ``rendezvous`` and ``sockets``.
 - ``Supervisor``, ``RankHandle``, ``Failure``, ``Patience``: watch the ranks that a strategy has
   started, decide which failed first, and end the others; ``is_connection``: true for an error that
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from geartrain_parallel.patience import Patience
     from geartrain_parallel.ranks import SeveralRanks
     from geartrain_parallel.reports import ERROR_FILE, report
+    from geartrain_parallel.rerun_command import reason_not_rerunnable
     from geartrain_parallel.sharding import shard
     from geartrain_parallel.signals import SIGNALS, raise_on_signals
     from geartrain_parallel.strategy import ProcessGroupStrategy
@@ -65,6 +66,7 @@ _NAMES = {
     "geartrain_parallel.patience": "Patience",
     "geartrain_parallel.ranks": "SeveralRanks",
     "geartrain_parallel.reports": "ERROR_FILE report",
+    "geartrain_parallel.rerun_command": "reason_not_rerunnable",
     "geartrain_parallel.sharding": "shard",
     "geartrain_parallel.signals": "SIGNALS raise_on_signals",
     "geartrain_parallel.strategy": "ProcessGroupStrategy",
@@ -96,6 +98,7 @@ __all__ = [
     "name_absent_ranks",
     "nodes",
     "raise_on_signals",
+    "reason_not_rerunnable",
     "refuse_unequal",
     "rendezvous",
     "report",

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from geartrain import TrainingError
-from geartrain.plugin_api import START_COMMAND
+from geartrain.plugin_api import START_DIRECTORY
 from geartrain_parallel import bootstrap, rerun_command
 from geartrain_parallel.failures import Failure, is_timeout
 from geartrain_parallel.forks import TEMPORARY, not_inherited, remove_temporary_folder
@@ -54,7 +54,7 @@ class _Worker:
         error_file.unlink(missing_ok=True)
         process = subprocess.Popen(
             bootstrap.command(logs / f"rank-{number}.log", command),
-            cwd=START_COMMAND.directory,
+            cwd=START_DIRECTORY,
             env={
                 **os.environ,
                 **environment,
