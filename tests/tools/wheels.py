@@ -67,7 +67,29 @@ ADDED = {
             )
         },
     ),
+    "detect_anomaly": (["--detect-anomaly", "true"], {}),
+    "deterministic": (["--deterministic", "true"], {}),
+    "evaluation_outputs": (
+        [],
+        {
+            "    def configure_optimizers": (
+                "    def validation_epoch_end(self, outputs):\n        pass\n\n"
+                "    def configure_optimizers"
+            )
+        },
+    ),
     "overfit": (["--overfit-batches", "1"], {}),
+    "reload_dataloaders": (["--reload-dataloaders-every-n-epochs", "1"], {}),
+    "timed_validation": (["--val-check-interval", "00:01:00:00"], {}),
+    "training_outputs": (
+        [],
+        {
+            "    def configure_optimizers": (
+                "    def training_epoch_end(self, outputs):\n        assert outputs\n\n"
+                "    def configure_optimizers"
+            )
+        },
+    ),
     "sync_batchnorm": (["--sync-batchnorm", "true"], {}),
 }
 #: Plugins that this machine may be unable to use -> words of the error.
