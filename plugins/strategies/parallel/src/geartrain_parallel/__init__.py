@@ -7,8 +7,8 @@
   launcher and the rank of this process.
 - ``reserve``, ``variables``, ``threads``, ``join``, ``die_with_parent``, ``write_output_to``,
   ``raise_on_signals``, ``reason_not_rerunnable``, ``report``: for a strategy that starts its ranks
-  in another way, such as ``geartrain-spawn``. ``launch`` starts and connects ranks with ``bootstrap``, ``nodes``,
-  ``rendezvous`` and ``sockets``.
+  in another way, such as ``geartrain-spawn``. ``launch`` starts and connects ranks with
+  ``bootstrap``, ``nodes``, ``rendezvous`` and ``sockets``.
 - ``Supervisor``, ``RankHandle``, ``Failure``, ``Patience``: watch the ranks that a strategy has
   started, decide which failed first, and end the others; ``is_connection``: true for an error that
   only says that another rank has gone.
