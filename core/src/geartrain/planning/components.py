@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from geartrain._version import __version__
-from geartrain.builtin.clipping import GradientClipping
 from geartrain.builtin.defaults import Defaults
 from geartrain.builtin.run_folder import LastCheckpoint, RunFolder
 from geartrain.errors import UsageError
@@ -214,7 +213,9 @@ def _core_parts(options: Options, output: Path | None, first: bool) -> list[Load
     if output is not None and not options.fast_dev_run:
         parts.append(_core_part("folder", RunFolder(output, first), f"output={str(output)!r}"))
     if (limit := options.gradient_clip_val) is not None:
-        parts.append(_core_part("clipping", GradientClipping(), f"gradient_clip_val={limit}"))
+        reason = f"gradient_clip_val={limit}"
+        clipping = import_from("geartrain_callbacks.manual.clipping", reason)
+        parts.append(_core_part("clipping", clipping.GradientClipping(), reason))
     return parts
 
 

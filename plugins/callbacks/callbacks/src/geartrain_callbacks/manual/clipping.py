@@ -1,4 +1,4 @@
-"""A module's ``clip_gradients``: check its arguments, and clip."""
+"""``Trainer(gradient_clip_val=...)``, and a module's ``clip_gradients``: check, and clip."""
 
 from __future__ import annotations
 
@@ -8,8 +8,18 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from geartrain import TrainingError
+from geartrain import Run, TrainingError, hookimpl
 from geartrain.plugin_api import parameters_of
+
+
+class GradientClipping:
+    """Clips the parameters of all optimizers together, if ``gradient_clip_val`` is set."""
+
+    @hookimpl
+    def clip_gradients(self, run: Run) -> torch.Tensor | None:
+        limit = run.plan.options.gradient_clip_val
+        assert limit is not None
+        return clip(run.optimizers, limit, run.plan.options.gradient_clip_algorithm)
 
 
 def check_clip(limit: Any, algorithm: Any) -> None:
