@@ -190,6 +190,41 @@ def test_an_attribute_of_lightnings_trainer(alone):
         _ = one.lightning_module
 
 
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"gradient_clip_val": 0.5}, "gradient_clip_val=0.5"),
+        ({"val_check_interval": "00:00:30:00"}, "a time as val_check_interval"),
+        ({"callbacks": [object()]}, "callbacks="),
+    ],
+)
+def test_an_option_of_the_callbacks(alone, options, wanted):
+    message = f"^{wanted} is not installed. Fix: pip install geartrain-callbacks$"
+    with pytest.raises(gt.UsageError, match=message):
+        gt.Trainer(accelerator="cpu", **options)
+
+
+def test_hyperparameters_of_any_kind(alone):
+    class Saves(Net):
+        def __init__(self, lr=0.1):
+            super().__init__()
+            self.save_hyperparameters()
+
+    message = "^self.save_hyperparameters is not installed. Fix: pip install geartrain-callbacks$"
+    with pytest.raises(gt.UsageError, match=message):
+        Saves()
+
+
+def test_a_loss_with_a_weight(alone):
+    class Weighs(Net):
+        def training_step(self, batch, batch_idx):
+            return {"loss": super().training_step(batch, batch_idx), "weight": 4}
+
+    message = r"^'weight' of training_step is not .* pip install geartrain-callbacks$"
+    with pytest.raises(gt.UsageError, match=message):
+        gt.Trainer(accelerator="cpu", enable_progress_bar=False).fit(Weighs(), loader())
+
+
 @pytest.mark.end_to_end
 def test_core_trains_without_the_tools(alone, tmp_path):
     one = gt.Trainer(
@@ -220,6 +255,20 @@ def test_core_trains_without_the_tools(alone, tmp_path):
         ),
         ({}, {"sync_batchnorm": True}, "sync_batchnorm=True", "geartrain-parallel"),
         ({}, {"overfit_batches": 1}, "overfit_batches=1", "geartrain-callbacks"),
+        ({}, {"deterministic": "warn"}, "deterministic='warn'", "geartrain-callbacks"),
+        ({}, {"detect_anomaly": True}, "detect_anomaly=True", "geartrain-callbacks"),
+        (
+            {},
+            {"reload_dataloaders_every_n_epochs": 2},
+            "reload_dataloaders_every_n_epochs=2",
+            "geartrain-callbacks",
+        ),
+        (
+            {"training_epoch_end": lambda self, outputs: None},
+            {},
+            "Mine.training_epoch_end",
+            "geartrain-callbacks",
+        ),
     ],
 )
 def test_a_module_or_an_option_that_needs_a_plugin(alone, methods, options, reason, distribution):

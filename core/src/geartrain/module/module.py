@@ -417,7 +417,7 @@ class Module(HyperparametersMixin, nn.Module):
     ) -> None:
         """Clip the gradients of one optimizer, before the step, with :meth:`clip_gradients`.
 
-        Without an override, core clips the parameters of all optimizers together.
+        Without an override, the parameters of all optimizers are clipped together.
 
         Args:
             gradient_clip_val: the Trainer's.
