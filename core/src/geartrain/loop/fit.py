@@ -15,7 +15,7 @@ from geartrain.data.loaders import close_batches
 from geartrain.errors import TrainingError, UsageError
 from geartrain.loop.evaluate import evaluate
 from geartrain.loop.losses import loss_in, weigh
-from geartrain.loop.optimizers import parameters_of, step_plateaus, step_schedules, zero_grad
+from geartrain.loop.optimizers import parameters_of, step_schedules, zero_grad
 from geartrain.loop.run import EpochIsOver
 from geartrain.loop.stages import end_all_workers
 
@@ -159,7 +159,7 @@ def train_epoch(run: Run) -> None:
         run.logs.refresh_epoch()
     hooks.on_train_epoch_end(run=run)
     run.logs.end_epoch()
-    step_plateaus(run, "epoch")
+    run.loop.step_plateaus(run, "epoch")
     with torch.no_grad():
         run.coordinator.broadcast_buffers(run)
     run.loop.batches_seen += run.batch_idx
@@ -221,7 +221,7 @@ def _finish_step(run: Run, taken: int, every: int | None) -> bool:
             step_schedules(run, "epoch", run.epoch + 1)
         _validate(run)
     if run.schedulers:
-        step_plateaus(run, "validation" if validates else "")
+        run.loop.step_plateaus(run, "validation" if validates else "")
     if flushes:
         run.logs.flush()  # the CPU waits for the GPU here
     return run.step == options.max_steps or (run.logs.stop and _may_stop(run))

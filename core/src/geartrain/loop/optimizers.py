@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -162,8 +161,8 @@ def wants_closure(optimizer: Optimizer) -> bool:
 def step_schedules(run: Run, interval: str, count: int) -> None:
     """Step the schedulers of one interval, after ``count`` steps or epochs.
 
-    Schedulers that read a metric wait for :func:`step_plateaus`. In manual optimisation the module
-    steps all of them.
+    Schedulers that read a metric wait for ``run.loop.step_plateaus``. In manual optimisation the
+    module steps all of them.
     """
     for schedule in run.schedulers if run.mode == "automatic" else ():
         if schedule.interval != interval or count % schedule.frequency:
@@ -175,31 +174,3 @@ def step_schedules(run: Run, interval: str, count: int) -> None:
             schedule.due = max(run.step, 1) if interval == "epoch" else count
         else:
             run.module.lr_scheduler_step(schedule.scheduler, None)
-
-
-def step_plateaus(run: Run, ends: str = "") -> None:
-    """Step the schedulers that read a metric and are due, if rank 0 has a new value of it.
-
-    Args:
-        ends: ``"validation"`` or ``"epoch"`` if one has just ended. Otherwise only schedulers that
-            became due in this step are tried.
-
-    Raises:
-        UsageError: the metric of a strict scheduler was never logged.
-    """
-    for schedule in run.schedulers if run.mode == "automatic" else ():
-        waits = schedule.interval == "epoch" and ends != "epoch"
-        if not schedule.due or waits or (not ends and schedule.due != run.step):
-            continue
-        name = str(schedule.monitor)
-        value, when, known = run.logs.newest(name)
-        if value is not None and when != schedule.judged:
-            run.module.lr_scheduler_step(schedule.scheduler, value)
-            schedule.judged = when
-            schedule.due = 0
-        elif value is None and ends == "epoch":
-            message = f"ReduceLROnPlateau monitors {schedule.monitor!r}, which was not logged"
-            text = f"{message}. {nearest(name, known)}"
-            if schedule.strict:
-                raise UsageError(text)
-            warnings.warn(f"{text} Training continues without", stacklevel=2)

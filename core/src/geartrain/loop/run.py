@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from geartrain.errors import TrainingError, UsageError
+from geartrain.errors.distributions import import_from
 from geartrain.errors.hints import write_instead
 from geartrain.loop.ranks import RankCoordinator
 
@@ -59,8 +60,8 @@ def _never(run: Run) -> bool:
     return False
 
 
-def _report_nothing(*_: object) -> None:
-    """Do nothing: no process watches this one."""
+def _do_nothing(*_: object) -> None:
+    """Do nothing: no process watches this one, and no scheduler reads a metric."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,6 +90,9 @@ class LoopState:
     weights: Any = None
     #: True if the optimizer computes the loss itself, as LBFGS does.
     needs_closure: bool = False
+    #: Steps the schedulers that read a metric; called after each step with ``""``, or
+    #: ``"validation"`` if one ended there, and at the end of an epoch with ``"epoch"``.
+    step_plateaus: Callable[[Run, str], None] = _do_nothing
     #: The object that the module's ``manual_backward`` and the like call. The plugin
     #: ``manual_optimisation`` sets it in ``on_run_start`` of a ``fit`` in mode ``"manual"``.
     manual: Any = None
@@ -105,10 +109,10 @@ class LoopState:
     failure: str | None = None
     #: Called with the error that ends the run, before plugins and modules tear down. ``launch``
     #: sets it if another process watches this rank.
-    report_failure: Callable[[BaseException], None] = _report_nothing
+    report_failure: Callable[[BaseException], None] = _do_nothing
     #: Called after plugins and modules have torn down, before this process leaves the group.
     #: ``launch`` sets it, as above.
-    report_teardown: Callable[[], None] = _report_nothing
+    report_teardown: Callable[[], None] = _do_nothing
 
 
 class EpochIsOver(Exception):
@@ -332,6 +336,9 @@ class Run:
         from geartrain.loop.optimizers import read_optimizers
 
         optimizers, self.schedulers = read_optimizers(self.module.configure_optimizers())
+        if any(schedule.reduce_on_plateau for schedule in self.schedulers):
+            plateaus = import_from("geartrain_callbacks.plateaus", "ReduceLROnPlateau in fit")
+            self.loop.step_plateaus = plateaus.step_plateaus
         return optimizers
 
     def wrap_optimizers(self, optimizers: list[Optimizer]) -> None:
