@@ -1,8 +1,10 @@
 """``geartrain plugins``: the list of installed plugins."""
 
+import re
 import sys
 
 import pytest
+from command_line import cells
 
 LOUD = """
 print("imported")
@@ -80,30 +82,49 @@ def test_table(command, install):
     install("geartrain-a", LOUD.format(name="A", reason=None), plugins={"c": "A"})
     done = command("plugins --block single")
     assert (done.code, done.err) == (0, "")
-    lines = {
-        tuple(cell.strip() for cell in line.strip("│").split("│"))
-        for line in done.out.splitlines()
-        if line.startswith("│")
-    }
-    assert ("c", "plugin", "installed", "", "geartrain-a", "1.0") in lines
-    assert ("single", "strategy", "blocked", "by --block") in {line[:4] for line in lines}
-    assert {line[0] for line in lines if line[1] in ("accelerator", "strategy")} == {
-        "cpu",
-        "single",
-    }
-    assert ("timer", "plugin", "installed", "", "geartrain-callbacks") in {
-        line[:5] for line in lines
-    }
+    assert cells(done.out, "c") == ["c", "installed", "geartrain-a"]
+    assert cells(done.out, "single") == ["single", "blocked", "geartrain", "by --block"]
+    assert cells(done.out, "1.0") == ["1.0", "geartrain-a"]
+    titles = [line.split()[0] for line in done.out.splitlines() if line[:1].isalpha()]
+    assert titles == [
+        *("accelerators", "strategies", "precisions", "plugins", "commands", "versions"),
+        "installed:",
+    ]
 
 
-def test_a_narrow_table_leaves_nothing_out(command, install, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "60")
+@pytest.mark.parametrize("columns", [60, 80, 120])
+@pytest.mark.parametrize("line", ["plugins --probe", "explain net.py --hooks"])
+def test_every_width_shows_whole_words(command, install, monkeypatch, columns, line):
+    """As if not wrapped: no word is cut or left out, and no line is longer than the terminal."""
+    source = LOUD.format(name="A", reason="no device: see https://example.com/a/long/page#part")
     install(
         "geartrain-a-long-name",
-        LOUD.format(name="A", reason=None),
-        plugins={"a_plugin_with_a_long_name": "A"},
+        source,
+        accelerators={"far_away": "A"},
+        plugins={"a_plugin_with_a_very_long_name": "A"},
     )
-    assert "…" not in command("plugins").out
+    wide = command(line).out
+    monkeypatch.setenv("COLUMNS", str(columns))
+    narrow = command(line).out
+    assert max(map(len, narrow.splitlines())) <= columns
+    assert not any(text.endswith(" ") for text in narrow.splitlines())
+    assert set(narrow.split()) ^ set(wide.split()) <= {"distribution", "reason"}  # headers
+    assert not re.search("[│┃─]", narrow)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("NO_COLOR", "1"), ("FORCE_COLOR", ""), ("TERM", "dumb")]
+)
+def test_a_pipe_gets_plain_text(command, monkeypatch, setting, value):
+    monkeypatch.setenv(setting, value)
+    assert "\x1b" not in command("plugins").out
+
+
+def test_a_terminal_without_colours_gets_none(command, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "\x1b[1m" in command("plugins").out
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]", command("plugins").out)
 
 
 def test_probe_imports_each_plugin_and_survives_broken_ones(command, install):
@@ -117,22 +138,18 @@ def test_probe_imports_each_plugin_and_survives_broken_ones(command, install):
     install("geartrain-d", "def make(): ...\n", plugins={"function": "make"})
     done = command("plugins --probe")
     assert done.code == 0
-    cells = [
-        [cell.strip() for cell in line.strip("│").split("│")]
-        for line in done.out.splitlines()
-        if line.startswith("│")
-    ]
-    found = {name: (state, reason) for name, _, state, reason, *_ in cells}
-    assert found["absent"] == ("unavailable", "no such device")
+    assert cells(done.out, "absent")[1:] == ["unavailable", "geartrain-a", "no such device"]
     for name, why in {
         "gone": "'B'",
         "broken": "no_such_module_here",
         "quitter": "not today",
         "function": "not a class",
     }.items():
-        assert found[name][0] == "failed"
-        assert why in found[name][1]
-    assert found["cpu"] == found["single"] == ("available", "")
+        row = cells(done.out, name)
+        assert row[1] == "failed"
+        assert why in row[3]
+    for name in ("cpu", "single"):
+        assert cells(done.out, name)[1:] == ["available", "geartrain"]
 
 
 def test_json_stays_json_when_a_plugin_prints_at_import(rows, install):

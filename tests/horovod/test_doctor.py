@@ -91,4 +91,4 @@ def test_doctor_shows_a_build_for_another_torch_with_the_fix(tmp_path):
     ending = done.stdout.partition("what may matter")[2]
     assert f"was built for torch 1.13.1, and torch {torch_version()} is installed" in ending
     assert "Fix: python -m geartrain_horovod.install (" in ending
-    assert "│ built_for_torch │ 1.13.1" in done.stdout
+    assert "  built_for_torch  1.13.1" in done.stdout

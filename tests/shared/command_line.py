@@ -6,6 +6,7 @@ folder uses.
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -24,6 +25,16 @@ TARGETS = Path(__file__).parent / "targets"
 def distribution_of(entry_point):
     """Return the name of its distribution. ``dist.name`` would parse METADATA, in milliseconds."""
     return entry_point.dist._normalized_name.replace("_", "-")
+
+
+def cells(printed, first):
+    """Return the cells of the row that starts with ``first``, and of the lines below it."""
+    lines = printed.splitlines()
+    begin = next(i for i, line in enumerate(lines) if re.match(f"  {re.escape(first)}(  |$)", line))
+    end = next(
+        (i for i in range(begin + 1, len(lines)) if not lines[i].startswith("   ")), len(lines)
+    )
+    return [cell for line in lines[begin:end] for cell in re.split(r"\s{2,}", line.strip())]
 
 
 @dataclass
@@ -49,7 +60,7 @@ def folder(tmp_path, monkeypatch):
         shutil.copy(TARGETS / name, tmp_path / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
-    monkeypatch.setenv("COLUMNS", "200")  # so that rich does not wrap tables
+    monkeypatch.setenv("COLUMNS", "200")  # so that tables are not wrapped
     monkeypatch.delenv("GEARTRAIN_BLOCK", raising=False)
     before = set(sys.modules)
     yield tmp_path

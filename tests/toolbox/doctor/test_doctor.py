@@ -274,7 +274,7 @@ def test_a_check_that_fails_is_a_problem_and_the_others_continue(doctor, monkeyp
     assert facts["all_reduce"]["error"] is None
     assert facts["network"]["loopback"]["error"] is None
     shown = command("doctor")
-    assert "machine: this check failed: PermissionError: no disk for you" in shown.out
+    assert "machine\n  this check failed: PermissionError: no disk for you" in shown.out
     assert shown.out.splitlines()[0] == "1 thing must be fixed"
     assert shown.err == "geartrain doctor: 1 thing must be fixed\n"
 

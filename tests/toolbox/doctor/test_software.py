@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import cells
 
 from geartrain.planning.registry import Registry
 from geartrain_tools.doctor import software as doctor_software
@@ -100,24 +101,16 @@ def test_the_diagnosis_of_an_accelerator_is_shown(install, command):
     install("geartrain-gpux", gpus(), accelerators={"gpux": "Gpu"})
     done = command("doctor")
     assert done.code == 1
-    cells = [
-        [cell.strip() for cell in line.strip("│").split("│")]
-        for line in done.out.splitlines()
-        if line.startswith("│")
+    first = cells(done.out, "0")
+    assert first[1:] == [
+        *("Fake GPU", "1000 of 8000 MiB", "exclusive process"),
+        *("4242 python, 900 MiB", "4343 other, - MiB"),
     ]
-    assert [
-        "0",
-        "Fake GPU",
-        "1000 of 8000 MiB",
-        "exclusive process",
-        "4242 python, 900 MiB",
-    ] in cells
-    assert ["", "", "", "", "4343 other, - MiB"] in cells
-    assert ["1", "Fake GPU", "0 of 8000 MiB", "default", "none"] in cells
-    assert ["driver", "555.42"] in cells
-    assert ["NCCL", "-"] in cells
+    assert cells(done.out, "1")[1:] == ["Fake GPU", "0 of 8000 MiB", "default", "none"]
+    assert cells(done.out, "driver") == ["driver", "555.42"]
+    assert cells(done.out, "NCCL") == ["NCCL", "-"]
     ending = done.out.partition("what to fix")[2]
-    assert "1. geartrain-gpux[gpux]: GPU 0 is taken by process 4242." in ending
+    assert "1.  geartrain-gpux[gpux]: GPU 0 is taken by process 4242." in ending
     assert "Fix: end it, or --devices 1," in ending
     assert "nothing to fix" not in ending
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
-
-from rich.console import Console
-from rich.table import Column, Table
 
 from geartrain import Plan, Trainer
 from geartrain.plugin_api import Hooks, PluginInfo
 from geartrain_cli.arguments import read_arguments
+from geartrain_cli.tables import Group, show, show_text
 from geartrain_cli.target import Target
 
 
@@ -43,39 +41,33 @@ def command(
         }
         print(json.dumps({**plan.as_dict(), "hooks": hooks}, indent=2))
     else:
-        console = Console(markup=False)  # labels have brackets: geartrain-mps[mps]
-        _print_plan(console, plan)
-        if values.hooks:
-            _print_hooks(console, trainer.hooks)
-        else:
-            console.print("\n--hooks lists the plugins that answer each hook, --json all of it.")
+        show([*_plan(plan), *([_hooks(trainer.hooks)] if values.hooks else [])])
+        if not values.hooks:
+            print()
+            show_text("--hooks lists the plugins that answer each hook, --json all of it.")
     return trainer
 
 
-def _print_plan(console: Console, plan: Plan) -> None:
-    table = Table("what", "chosen", Column("why", overflow="fold"), show_edge=False)
-    for kind, choice in (
-        ("accelerator", plan.accelerator),
-        ("strategy", plan.strategy),
-        ("precision", plan.precision),
-    ):
-        table.add_row(kind, _label(choice), choice.reason)
-    table.add_row("devices", str(list(plan.devices)), f"on each of {plan.num_nodes} node(s)")
+def _plan(plan: Plan) -> Iterator[Group]:
     processes = "as the launcher decides" if plan.processes is None else str(plan.processes)
-    table.add_row("processes", processes, f"{plan.layout.devices_per_process} device(s) each")
-    table.add_row("batch size", *_batch_size(plan))
-    if changed := _changed(plan):
-        table.add_row("options", changed, "not the defaults")
-    for message, how in plan.notes.items():
-        table.add_row(message, how, f"set by {plan.strategy.name}")
-    for choice in plan.plugins:
-        table.add_row("plugin", _label(choice), choice.reason)
-    cause: dict[str, list[str]] = {}
+    choices = ("accelerator", plan.accelerator), ("strategy", plan.strategy)
+    parts = [
+        *((kind, _label(choice), choice.reason) for kind, choice in choices),
+        ("precision", _label(plan.precision), plan.precision.reason),
+        ("devices", str(list(plan.devices)), f"on each of {plan.num_nodes} node(s)"),
+        ("processes", processes, f"{plan.layout.devices_per_process} device(s) each"),
+        ("batch size", *_batch_size(plan)),
+        *((name, change, f"set by {plan.strategy.name}") for name, change in plan.notes.items()),
+    ]
+    yield Group("plan", parts, columns=("choice", "reason"))
+    yield Group("options", [(changed,)] if (changed := _changed(plan)) else [])
+    yield Group(
+        "plugins", [(choice.name, _package(choice), choice.reason) for choice in plan.plugins]
+    )
+    over: dict[str, list[str]] = {}
     for label, reason in plan.passed_over.items():
-        cause.setdefault(reason, []).append(label.partition("[")[2].rstrip("]") or label)
-    for reason, names in cause.items():
-        table.add_row("passed over", ", ".join(names), reason)
-    console.print(table)
+        over.setdefault(reason, []).append(label.partition("[")[2].rstrip("]") or label)
+    yield Group("passed over", [(", ".join(names), reason) for reason, names in over.items()])
 
 
 def _changed(plan: Plan) -> str:
@@ -99,28 +91,24 @@ def _batch_size(plan: Plan) -> tuple[str, str]:
 
 
 def _label(choice: PluginInfo) -> str:
-    if not choice.distribution:
-        return choice.name
-    return f"{choice.name} ({choice.distribution} {choice.version})"
+    package = _package(choice)
+    return f"{choice.name} ({package})" if package else choice.name
 
 
-def _print_hooks(console: Console, hooks: Hooks) -> None:
-    console.print()
-    table = Table(show_edge=False)
-    table.add_column("hook", no_wrap=True)
-    for column in ("answered by, in call order", "wrapped by, outermost first", "passed over"):
-        table.add_column(column)
+def _package(choice: PluginInfo) -> str:
+    return f"{choice.distribution} {choice.version}" if choice.distribution else ""
+
+
+def _hooks(hooks: Hooks) -> Group:
+    """Return each hook with its plugins in call order and its wrappers, the outermost first."""
+    group = Group("hooks", columns=("plugins",))
     for hook in hooks.names:
         owner, wrappers = hooks.owner(hook), hooks.wrappers(hook)
         plain = hooks.implementers(hook)[len(wrappers) :]
-        over = (
-            [f"{choice.name}: {owner.name} owns it" for choice in hooks.passed_over(hook)]
-            if owner
-            else []
-        )
-        table.add_row(hook, _names(plain), _names(wrappers), ", ".join(over))
-    console.print(table)
-
-
-def _names(choices: list[PluginInfo]) -> str:
-    return ", ".join(choice.name for choice in choices)
+        facts = [", ".join(choice.name for choice in plain) or "-"]
+        if wrappers:
+            facts.append(f"wrapped by {', '.join(choice.name for choice in wrappers)}")
+        if owner and (over := [choice.name for choice in hooks.passed_over(hook)]):
+            facts.append(f"passed over: {', '.join(over)} ({owner.name} owns it)")
+        group.rows.append((hook, "; ".join(facts)))
+    return group

@@ -45,24 +45,18 @@ def command(name: str, argv: list[str]) -> None:
     if options.json:
         print(json.dumps(rows, indent=2))
         return
-    from rich.console import Console
-    from rich.table import Column, Table
+    # Here, because rich takes time.
+    from geartrain_cli.tables import Group, by_version, show, show_text
 
-    table = Table(
-        *[
-            Column(name, overflow="fold")
-            for name in ("name", "kind", "state", "reason", "distribution", "version")
-        ]
-    )
+    groups: dict[str, Group] = {}
     for row in rows:
-        table.add_row(
-            row["name"],
-            row["kind"],
-            row["state"],
-            row["reason"],
-            row["distribution"],
-            row["version"],
-        )
-    Console(markup=False).print(table)  # reasons may have brackets: acme[chip]
+        kind = row["kind"]
+        title = f"{kind[:-1]}ies" if kind.endswith("y") else f"{kind}s"
+        group = groups.setdefault(kind, Group(title, columns=("state", "distribution")))
+        group.rows.append((row["name"], row["state"], row["distribution"], row["reason"]))
+    versions = {row["distribution"]: row["version"] for row in rows}
+    show([*groups.values(), Group("versions", by_version(versions))])
     if not options.probe:
-        print("installed: not probed. geartrain plugins --probe imports each plugin and asks it.")
+        print()
+        hint = "geartrain plugins --probe imports each plugin and asks it."
+        show_text(f"installed: not probed. {hint}")

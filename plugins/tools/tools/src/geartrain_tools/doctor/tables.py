@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
+from geartrain_cli.tables import Group, by_version, show as show_groups, show_text
 from geartrain_tools.doctor.findings import Finding, Section
 from geartrain_tools.doctor.network import LAUNCHER
 
@@ -17,49 +14,28 @@ Rows = Iterator[tuple[str, str]]
 
 def show(sections: Iterable[Section], fixes: list[Finding], warnings: list[Finding]) -> None:
     """Print the verdict, the problems and the warnings, then every section."""
-    # No markup: geartrain-cuda[cuda] is a name, not a style.
-    console = Console(markup=False, highlight=False, emoji=False)
     n = len(fixes)
-    verdict = "nothing to fix" if n == 0 else f"{n} thing{'s' * (n > 1)} must be fixed"
-    console.print(verdict, style="bold")
-    _show_findings(console, "what to fix", fixes)
-    _show_findings(console, "what may matter", warnings)
-    console.print()
+    show_text("nothing to fix" if n == 0 else f"{n} thing{'s' * (n > 1)} must be fixed")
+    print()
+    groups = [_found("what to fix", fixes), _found("what may matter", warnings)]
     for section in sections:
-        for table in _TABLES[section.name](section):
-            console.print(table)
+        groups += _TABLES[section.name](section)
         if section.error is not None:
-            console.print(f"{section.name}: this check failed: {section.error}")
+            groups.append(Group(section.name, [(f"this check failed: {section.error}",)]))
+    show_groups(groups)
 
 
-def _show_findings(console: Console, title: str, findings: list[Finding]) -> None:
-    if not findings:
-        return
-    console.print(f"\n{title}", style="bold")
-    table = Table.grid(padding=(0, 1))
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(overflow="fold")
+def _found(title: str, findings: list[Finding]) -> Group:
+    group = Group(title)
     for i, finding in enumerate(findings, 1):
-        table.add_row(
-            f"{i}.", f"{finding.what}." + (f"\nFix: {finding.fix}" if finding.fix else "")
-        )
-    console.print(table)
+        group.rows.append((f"{i}.", f"{finding.what}."))
+        if finding.fix:
+            group.rows.append(("", f"Fix: {finding.fix}"))
+    return group
 
 
-def _pairs(title: str, rows: Rows) -> Table:
-    table = Table(title=title, box=box.ROUNDED, show_header=False)
-    table.add_column("what")
-    table.add_column("found", overflow="fold")
-    for message, found in rows:
-        table.add_row(message, found)
-    return table
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, box=box.ROUNDED)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
+def _pairs(title: str, rows: Rows) -> Group:
+    return Group(title, rows)
 
 
 def _text(value: Any) -> str:
@@ -73,7 +49,7 @@ def _listed(values: Iterable[Any] | None) -> str:
 # --- sections -------------------------------------------------------------------------------------
 
 
-def _versions(section: Section) -> Iterator[Table]:
+def _versions(section: Section) -> Iterator[Group]:
     facts = section.facts
 
     def rows() -> Rows:
@@ -89,24 +65,28 @@ def _versions(section: Section) -> Iterator[Table]:
             )
             yield "torch's backends", _listed(facts["torch_backends"])
         yield "NVIDIA driver", _text(facts.get("nvidia_driver"))
-        yield from facts.get("distributions", {}).items()
 
     yield _pairs("versions", rows())
+    yield Group("distributions", by_version(facts.get("distributions", {})))
 
 
-def _accelerators(section: Section) -> Iterator[Table]:
-    table = _table("accelerators", "name", "state", "devices", "reason", "distribution")
+def _accelerators(section: Section) -> Iterator[Group]:
     found = section.facts.get("accelerators", [])
-    for row in found:
-        distribution = f"{row['distribution']} {row['version']}"
-        table.add_row(
-            row["name"], row["state"], _text(row["device_count"]), row["reason"], distribution
+    rows = [
+        (
+            row["name"],
+            row["state"],
+            _text(row["device_count"]),
+            f"{row['distribution']} {row['version']}",
+            row["reason"],
         )
-    yield table
+        for row in found
+    ]
+    yield Group("accelerators", rows, ("state", "devices", "distribution"))
     yield from _diagnoses(found)
 
 
-def _diagnoses(rows: Iterable[Mapping[str, Any]]) -> Iterator[Table]:
+def _diagnoses(rows: Iterable[Mapping[str, Any]]) -> Iterator[Group]:
     for row in rows:
         diagnosis = row["diagnosis"] or {}
         if diagnosis.get("facts"):
@@ -118,20 +98,19 @@ def _diagnoses(rows: Iterable[Mapping[str, Any]]) -> Iterator[Table]:
             yield _devices(row["name"], diagnosis["devices"])
 
 
-def _devices(name: str, devices: list[Mapping[str, Any]]) -> Table:
+def _devices(name: str, devices: list[Mapping[str, Any]]) -> Group:
     # The uuid is too wide for the table; --json has it.
-    table = _table(f"{name}'s devices", "index", "name", "memory", "compute mode", "processes")
-    table.columns[2].no_wrap = True
-    for device in devices:
-        processes = "\n".join(map(_process, device.get("processes") or ())) or "none"
-        table.add_row(
+    rows = [
+        (
             _text(device.get("index")),
             _text(device.get("name")),
             _used(device),
             _text(device.get("compute_mode")),
-            processes,
+            "\n".join(map(_process, device.get("processes") or ())) or "none",
         )
-    return table
+        for device in devices
+    ]
+    return Group(f"{name}'s devices", rows, ("name", "memory", "compute mode", "processes"))
 
 
 def _used(device: Mapping[str, Any]) -> str:
@@ -143,22 +122,19 @@ def _process(process: Mapping[str, Any]) -> str:
     return f"{pid} {name}, {memory} MiB"
 
 
-def _plugins(section: Section) -> Iterator[Table]:
-    table = _table("strategies and plugins", "name", "kind", "state", "reason", "distribution")
-    rows = section.facts.get("plugins", [])
-    for row in rows:
-        table.add_row(
-            row["name"],
-            row["kind"],
-            row["state"],
-            row["reason"],
-            f"{row['distribution']} {row['version']}",
-        )
-    yield table
-    yield from _diagnoses(rows)
+def _plugins(section: Section) -> Iterator[Group]:
+    found = section.facts.get("plugins", [])
+    for kind, title in (("strategy", "strategies"), ("plugin", "plugins")):
+        rows = [
+            (row["name"], row["state"], row["distribution"], row["reason"])
+            for row in found
+            if row["kind"] == kind
+        ]
+        yield Group(title, rows, ("state", "distribution"))
+    yield from _diagnoses(found)
 
 
-def _all_reduce(section: Section) -> Iterator[Table]:
+def _all_reduce(section: Section) -> Iterator[Group]:
     facts = section.facts
 
     def rows() -> Rows:
@@ -179,7 +155,7 @@ def _all_reduce(section: Section) -> Iterator[Table]:
     yield _pairs("two processes", rows())
 
 
-def _network(section: Section) -> Iterator[Table]:
+def _network(section: Section) -> Iterator[Group]:
     facts = section.facts
 
     def reached(key: str) -> str:
@@ -210,7 +186,7 @@ def _network(section: Section) -> Iterator[Table]:
     yield _pairs("network", rows())
 
 
-def _machine(section: Section) -> Iterator[Table]:
+def _machine(section: Section) -> Iterator[Group]:
     facts = section.facts
 
     def rows() -> Rows:
@@ -250,7 +226,7 @@ def _gib(mib: int | None) -> str:
     return "-" if mib is None else f"{mib} MiB" if mib < 10 * 1024 else f"{mib / 1024:.0f} GiB"
 
 
-def _environment(section: Section) -> Iterator[Table]:
+def _environment(section: Section) -> Iterator[Group]:
     variables = section.facts.get("variables", {})
     yield _pairs(
         "environment",
@@ -260,7 +236,7 @@ def _environment(section: Section) -> Iterator[Table]:
     )
 
 
-def _pickle(section: Section) -> Iterator[Table]:
+def _pickle(section: Section) -> Iterator[Group]:
     facts = section.facts
     title = f"objects of {facts.get('target')} that {facts.get('pickler')} cannot pickle"
     refused = section.facts.get("refused", [])
@@ -268,18 +244,19 @@ def _pickle(section: Section) -> Iterator[Table]:
         found = "-" if section.error is not None else "every object can go to another process"
         yield _pairs(title, iter([("none", found)]))
         return
-    table = _table(title, "what", "is", "why", "needed by")
-    for row in refused:
-        table.add_row(
+    rows = [
+        (
             row["path"],
             row["what"],
             row["why"],
-            row["needed_by"] + ("" if row["needed"] else " (not as it is set now)"),
+            f"needed by {row['needed_by']}" + ("" if row["needed"] else " (not as it is set now)"),
         )
-    yield table
+        for row in refused
+    ]
+    yield Group(title, rows)
 
 
-_TABLES: dict[str, Callable[[Section], Iterator[Table]]] = {
+_TABLES: dict[str, Callable[[Section], Iterator[Group]]] = {
     "versions": _versions,
     "accelerators": _accelerators,
     "plugins": _plugins,
