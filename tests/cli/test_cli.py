@@ -102,7 +102,7 @@ def test_options_are_those_of_the_command(cli, command, capsys):
         cli("--help")
     assert not end.value.code
     of_script = options(capsys.readouterr().out)
-    assert {"--model.hidden", "--data.batch_size", "--strategy"} <= of_script
+    assert {"--model.hidden", "--data.batch-size", "--strategy"} <= of_script
     assert of_script == options(command("fit net.py --help").out)
 
 

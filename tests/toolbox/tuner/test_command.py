@@ -263,15 +263,15 @@ def test_help(command):
     done = command("tune lr net.py --help")
     assert done.code == 0
     for option in (
-        "--min_lr",
-        "--early_stop_threshold",
+        "--min-lr",
+        "--early-stop-threshold",
         "--model.lr",
-        "--data.batch_size",
+        "--data.batch-size",
         "--strategy",
         "--checkpoint",
     ):
         assert option in done.out
-    assert "--init_val" in command("tune batch-size --help").out
+    assert "--init-val" in command("tune batch-size --help").out
 
 
 def test_a_users_script_can_tune(folder, monkeypatch, capsys):

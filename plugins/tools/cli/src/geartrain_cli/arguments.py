@@ -10,8 +10,10 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -26,6 +28,7 @@ from geartrain.plugin_api import (
     user_path,
     write_instead,
 )
+from geartrain_cli.help import options_help, print_titled
 from geartrain_cli.plugin_files import file_plugin
 from geartrain_cli.target import Target, find_target
 
@@ -113,8 +116,10 @@ def read_arguments(
     Raises:
         UsageError: an argument is wrong.
     """
+    program = f"python {sys.argv[0]} {command}"
     if target is None:
-        if argv and argv[0] in ("-h", "--help"):
+        program = f"geartrain {command} {argv[0] if argv and argv[0][:1] != '-' else 'TARGET'}"
+        if not {"-h", "--help", "--help-all"}.isdisjoint(argv) and argv[0].startswith("-"):
             target = None
         elif not argv or argv[0].startswith("-"):
             raise UsageError(f"TARGET comes first: geartrain {command} file.py [options]")
@@ -125,6 +130,8 @@ def read_arguments(
     registry = Registry(names.repeated["block"])
     _select_by_flag(names, registry)
     parser, groups = build_parser(command, target, names, registry, options or {})
+    required = [action.dest for action in parser._actions if action.required]
+    parser.describe = partial(options_help, parser, command, program, list(options or ()), required)
     values = _parse(parser, names)
     assert target is not None  # without a target, --help was requested and has exited
     given = values.get("checkpoint")
@@ -325,7 +332,7 @@ def build_parser(
     names: Names,
     registry: Registry,
     options: Mapping[str, tuple[Any, Any, str]],
-) -> tuple[ArgumentParser, dict[str, str]]:
+) -> tuple[_Parser, dict[str, str]]:
     """Return the parser with every option, and the plugins' groups: key -> plugin's name."""
     parser = _Parser(
         prog=f"geartrain {command}" + (" TARGET" if target is None else ""),
@@ -426,27 +433,24 @@ def _add_chosen(parser: ArgumentParser, names: Names, registry: Registry) -> dic
 
 
 class _Parser(ArgumentParser):
-    """jsonargparse's parser; its help shows options as users type them."""
+    """jsonargparse's parser with geartrain's help: ``--help``, and ``--help-all``."""
+
+    #: Returns the text of the help; its argument is True for all options.
+    describe: Callable[[bool], str]
+    shows_all = False
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
-        text = re.sub(
-            r" \[--(strategy|accelerator)_options CONFIG\]",
-            "",
-            super().format_help(*args, **kwargs),
-        )
-        text = re.sub(r"(?m)^  --(strategy|accelerator)_options CONFIG\n.*\n", "", text)
-        text = re.sub(r"--(strategy|accelerator)_options\.", r"--\1.", text)
-        text = re.sub(
-            r"--plugins \[ITEM,\.\.\.\](, --plugins\+ \[ITEM,\.\.\.\])?",
-            "--plugin NAME_OR_FILE",
-            text,
-        )
-        return re.sub(
-            r"--(block|assume) \[ITEM,\.\.\.\](, --\1\+ \[ITEM,\.\.\.\])?", r"--\1 NAME", text
-        )
+        return self.describe(self.shows_all)
+
+    def print_help(self, file: Any = None, *args: Any, **kwargs: Any) -> None:
+        print_titled(self.format_help())
 
 
-def _parse(parser: ArgumentParser, names: Names) -> Namespace:
+def _parse(parser: _Parser, names: Names) -> Namespace:
+    if "--help_all" in names.rest:
+        parser.shows_all = True
+        parser.print_help()
+        raise SystemExit(0)
     config = dict(names.config)
     config.update(names.chosen)
     known = {action.dest for action in parser._actions}

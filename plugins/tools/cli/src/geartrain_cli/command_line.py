@@ -38,17 +38,26 @@ _HELP = {
     "port": "rewrite a script that was written for PyTorch Lightning",
 }
 
-_USAGE = """\
-usage: geartrain COMMAND TARGET [options]
-
-{commands}
-
-TARGET is file.py, file.py:Class or package.module:Class. Instead of a TARGET, conformance takes
-a strategy's name, new takes a kind and a name, port takes a file, report takes folders of runs;
-plugins and doctor take nothing.
-geartrain COMMAND TARGET --help lists all options, including those of the target and of selected
-plugins. With --traceback, an error shows its whole traceback.
-"""
+_EXAMPLES = (
+    "geartrain new project spirals",
+    "geartrain fit spirals.py --max-epochs 20 --seed 1",
+    "geartrain fit spirals.py --strategy ddp --devices 2",
+    "geartrain report runs",
+)
+_GROUPS = {
+    "train and evaluate": ("fit", "validate", "test", "predict", "tune"),
+    "look": ("report", "explain", "plugins", "doctor"),
+    "write and test code": ("new", "port", "conformance"),
+    "other commands": (),
+}
+_USAGE = (
+    "TARGET is file.py, file.py:Class or package.module:Class. Instead of a TARGET, conformance "
+    "takes a strategy's name, new takes a kind and a name, port takes a file, report takes folders "
+    "of runs; plugins and doctor take nothing.",
+    "geartrain COMMAND TARGET --help lists the options that people use, with those of the target "
+    "and of selected plugins; --help-all lists all. With --traceback, an error shows its whole "
+    "traceback.",
+)
 
 #: The option of every command that requests the whole traceback.
 _WHOLE = "--traceback"
@@ -64,14 +73,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
-        commands = [f"  {name:11} {message}" for name, message in _listed(Registry()).items()]
-        print(_USAGE.format(commands="\n".join(commands)))
+        _print_usage()
         return 0 if arguments else 2
     if arguments[0] == "--version":
         print(f"geartrain {__version__}")
         return 0
     others, whole = _without_flag(arguments[1:])
     return _guarded(arguments[0], lambda: _command(arguments[0])(arguments[0], others), whole)
+
+
+def _print_usage() -> None:
+    from geartrain_cli.tables import Group, show, show_text  # rich takes time
+
+    show_text("usage: geartrain COMMAND TARGET [options]")
+    print()
+    listed = _listed(Registry())
+    titles = {name: title for title, names in _GROUPS.items() for name in names}
+    groups = {title: Group(title) for title in _GROUPS}
+    for name, message in listed.items():
+        groups[titles.get(name, "other commands")].rows.append((name, message))
+    show([Group("examples", [(example,) for example in _EXAMPLES]), *groups.values()])
+    for paragraph in _USAGE:
+        print()
+        show_text(paragraph)
 
 
 def _listed(registry: Registry) -> dict[str, str]:

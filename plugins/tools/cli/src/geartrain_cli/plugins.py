@@ -7,12 +7,16 @@ import json
 
 from geartrain import UsageError
 from geartrain.plugin_api import Registry
+from geartrain_cli.help import CommandParser
+from geartrain_cli.tables import Group, by_version, show, show_text
 
 
 def command(name: str, argv: list[str]) -> None:
     """Print one row per installed plugin. Without --probe only metadata is read."""
-    parser = argparse.ArgumentParser(
-        prog=f"geartrain {name}", allow_abbrev=False, description=__doc__, exit_on_error=False
+    parser = CommandParser(
+        name,
+        "list installed plugins, and why a plugin cannot be used",
+        ("geartrain plugins", "geartrain plugins --probe"),
     )
     parser.add_argument(
         "--json",
@@ -45,9 +49,6 @@ def command(name: str, argv: list[str]) -> None:
     if options.json:
         print(json.dumps(rows, indent=2))
         return
-    # Here, because rich takes time.
-    from geartrain_cli.tables import Group, by_version, show, show_text
-
     groups: dict[str, Group] = {}
     for row in rows:
         kind = row["kind"]

@@ -15,6 +15,7 @@ from typing import Any
 
 from geartrain import GeartrainError, UsageError
 from geartrain.plugin_api import Registry, nearest
+from geartrain_cli.help import CommandParser
 from geartrain_tools.doctor import machine, network, processes, software
 from geartrain_tools.doctor.findings import Finding, Section, examine
 
@@ -56,8 +57,10 @@ def command(name: str, argv: list[str]) -> None:
 
 def _read(name: str, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the command's options, and the remaining options for the classes of TARGET."""
-    parser = argparse.ArgumentParser(
-        prog=f"geartrain {name}", allow_abbrev=False, description=__doc__, exit_on_error=False
+    parser = CommandParser(
+        name,
+        "check this machine and list the problems to fix; no device is initialised here",
+        ("geartrain doctor", "geartrain doctor --pickle file.py"),
     )
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object with all facts and problems"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from geartrain import UsageError
 from geartrain.plugin_api import nearest, replacing, user_path
+from geartrain_cli.help import CommandParser
 from geartrain_tools.report.page import GENERATOR, make_page
 from geartrain_tools.report.run_files import MARKS, RunFiles, read_run
 
@@ -26,8 +27,10 @@ def command(name: str, argv: list[str]) -> None:
         UsageError: a folder is not a run's, a file cannot be read, or the output is not ours.
         TrainingError: the page cannot be written.
     """
-    parser = argparse.ArgumentParser(
-        prog=f"geartrain {name}", allow_abbrev=False, description=__doc__, exit_on_error=False
+    parser = CommandParser(
+        name,
+        "write one HTML page about one or several runs",
+        ("geartrain report runs", "geartrain report runs/1 runs/2 -o compared.html"),
     )
     parser.add_argument(
         "folders",

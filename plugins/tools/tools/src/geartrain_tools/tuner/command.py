@@ -72,7 +72,7 @@ def command(
     Raises:
         TrainingError: nothing was found.
     """
-    if argv[:1] in (["-h"], ["--help"]):
+    if argv[:1] in (["-h"], ["--help"], ["--help-all"]):
         print(_USAGE)
         raise SystemExit(0)
     if not argv or argv[0] not in _FINDERS:
