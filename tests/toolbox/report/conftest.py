@@ -15,15 +15,20 @@ def run_folder(folder):
     """``run_folder("a", lines=[...], summary={...})``: write a run's folder; return its path.
 
     Args of the function: ``lines`` of metrics.jsonl (objects, or strings as they are), ``plan``,
-    ``summary``, ``profile``, ``logs`` (rank -> text), ``media`` (kind, name, step, file, bytes).
+    ``summary``, ``profile``, ``logs`` (rank -> text), ``media`` (kind, name, step, file, bytes),
+    ``starts`` and ``times`` (lines of starts.jsonl and times.jsonl).
     """
 
-    def write(name, *, lines=None, logs=None, media=(), **files):
+    def write(name, *, lines=None, logs=None, media=(), starts=(), times=(), **files):
         home = folder / name
         home.mkdir(parents=True)
         if lines is not None:
             text = (one if isinstance(one, str) else f"{json.dumps(one)}\n" for one in lines)
             (home / "metrics.jsonl").write_text("".join(text))
+        for file, found in (("starts", starts), ("times", times)):
+            if found:
+                text = "".join(f"{json.dumps(one)}\n" for one in found)
+                (home / f"{file}.jsonl").write_text(text)
         for file, contents in files.items():
             (home / f"{file}.json").write_text(json.dumps(contents))
         for rank, text in (logs or {}).items():
@@ -41,8 +46,8 @@ def run_folder(folder):
     return write
 
 
-def line(step, stage="train", **metrics):
-    return {"step": step, "epoch": 0, "stage": stage, **metrics}
+def line(step, stage="train", epoch=0, **metrics):
+    return {"step": step, "epoch": epoch, "stage": stage, **metrics}
 
 
 def png(width=8, height=8):

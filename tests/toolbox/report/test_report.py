@@ -75,14 +75,14 @@ def test_the_parts_of_a_page(run_folder, command, folder):
     assert command("report run").code == 0
     page = Page(folder / "run" / "report.html")
     for text in (
-        "✕ failed 300 3 7.5 s 25.0 fit · ddp · cpu · 32-true 2",
+        "✕ failed 300 3 7.5 s 25.0 fit · ddp · cpu · 32-true 2 – –",
         "ValueError: too hot End of logs/rank-0.log",
         "End of logs/rank-1.log Traceback ValueError: too hot",
         "UserWarning: slow disk (2 times)",
         "learning rate: is multiplied by 2",
-        "loss train 2 2 to 3",
-        "acc validate 0.5",
-        "acc test 0.25",
+        "acc validate, max 0.5 step 2, epoch 1",
+        "acc test, max 0.25 step 2",
+        "loss train, min 2 step 2, epoch 1",
         "run ms per step, 60 steps backward 1.25 50 %",
         "w[w] log_metrics 0.4 9 calls",
         "hello step 10",
@@ -129,9 +129,11 @@ def test_runs_share_charts_and_their_plans_are_compared(run_folder, command, fol
     assert page.data["runs"] == ["run-2", "run-10"]
     assert page.curve("loss", 0)["x"] == [1, 2]
     assert page.curve("loss", 1)["x"] == [5, 6]
-    compared = page.text[page.text.index("Difference") : page.text.index("Plan of run-2")]
-    rows = "Difference run-2 run-10 model.hidden 8 16 data.batch_size 4 – seed 1 2 "
-    assert compared == rows
+    first = page.text[page.text.index("Best values") : page.text.index(" Runs Run State")]
+    assert first == (
+        "Best values and differences Metric run-2 run-10 loss train, min 2 step 2, epoch 1 "
+        "★ 0.5 step 6, epoch 1 Difference model.hidden 8 16 data.batch_size 4 – seed 1 2"
+    )
 
 
 def test_one_name_in_two_stages_is_two_charts(run_folder, command, folder):
@@ -162,6 +164,106 @@ def test_many_long_curves_stay_under_3_megabytes(run_folder, command, folder):
         run_folder(run, lines=[line(i, **dict.fromkeys(names, i / 7)) for i in range(800)])
     assert command("report a b").code == 0
     assert (folder / "report.html").stat().st_size < 3e6
+
+
+def test_the_best_value_has_its_step_and_epoch_and_the_last_value(run_folder, command, folder):
+    """The sixth epoch of 10 steps ends at step 60; a metric of unknown direction has its range."""
+    run_folder(
+        "run",
+        lines=[
+            line(10 * i, "validate", epoch=i - 1, val_loss=abs(i - 3.5), val_f1=i / 10, temper=i)
+            for i in range(1, 7)
+        ],
+        summary={**DONE, "epochs": 6},
+    )
+    assert command("report run").code == 0
+    text = Page(folder / "run" / "report.html").text
+    for row in (
+        "Best values Metric run val_loss validate, min 0.5 step 30, epoch 3; last 2.5",
+        "val_f1 validate, max 0.6 step 60, epoch 6 ",
+        "temper validate 6 1 to 6",
+    ):
+        assert row in text, text
+
+
+# --- the x axis -----------------------------------------------------------------------------------
+
+
+def epochs(count, steps=10, unlike=0):
+    return [
+        line(steps * e + s + 1, epoch=e, loss=1.0 + unlike)
+        for e in range(count)
+        for s in range(4, steps, 5)
+    ]
+
+
+def test_epochs_are_the_x_axis_of_a_run_with_several(run_folder, command, folder):
+    run_folder("run", lines=epochs(3), summary={**DONE, "epochs": 3})
+    assert command("report run").code == 0
+    page = Page(folder / "run" / "report.html")
+    assert page.data["axes"] == {"epoch": [[[0, 10, 20, 30], [0, 1, 2, 3]]], "step": []}
+    assert "x axis epoch step" in page.text
+
+
+def test_an_epoch_that_has_not_ended_is_no_whole_one(run_folder, command, folder):
+    run_folder("run", lines=epochs(4)[:-1])
+    assert command("report run").code == 0
+    (knots,) = Page(folder / "run" / "report.html").data["axes"]["epoch"]
+    assert knots == [[0, 10, 20, 30, 35], [0, 1, 2, 3, 3.5]]
+
+
+def test_time_is_the_x_axis_of_a_run_with_one_epoch(run_folder, command, folder):
+    run_folder("run", lines=epochs(1, steps=100), times=[[10, 1.0], [50, 5.0], [100, 12.5]])
+    assert command("report run").code == 0
+    axes = Page(folder / "run" / "report.html").data["axes"]
+    assert list(axes) == ["time", "step", "epoch"]
+    assert axes["time"] == [[[10, 50, 100], [1.0, 5.0, 12.5]]]
+
+
+def test_the_time_of_a_resumed_run_leaves_out_the_pause(run_folder, command, folder):
+    """It resumes at step 20, and its clock starts again."""
+    times = [[10, 1.0], [20, 2.0], [30, 3.0], [25, 0.5], [40, 2.0], "odd", [1], [50, -1]]
+    run_folder("run", lines=epochs(1, steps=50), times=times)
+    assert command("report run").code == 0
+    (knots,) = Page(folder / "run" / "report.html").data["axes"]["time"]
+    assert knots == [[10, 20, 25, 40], [1.0, 2.0, 2.5, 4.0]]
+
+
+def test_an_axis_that_a_run_lacks_is_not_offered(run_folder, command, folder):
+    run_folder("a", lines=epochs(2), times=[[10, 1.0], [20, 2.0]])
+    run_folder("b", lines=epochs(2))
+    run_folder("c", lines=[{"step": 1, "loss": 1.0}, {"step": 2, "loss": 1.0}])
+    assert command("report a b -o ab.html").code == command("report a c -o ac.html").code == 0
+    assert list(Page(folder / "ab.html").data["axes"]) == ["epoch", "step"]
+    assert list(Page(folder / "ac.html").data["axes"]) == ["step"]
+
+
+# --- how a run was started ------------------------------------------------------------------------
+
+
+def test_the_page_shows_how_each_run_was_started(run_folder, command, folder):
+    start = {
+        "command": "geartrain fit digits.py --model.lr 0.1",
+        "directory": "/home/ada",
+        "commit": "3e21753",
+        "uncommitted_changes": True,
+        "started": "2026-11-26 13:00:05",
+        "host": "gpu7",
+        "parameters": 18570,
+        "trainable_parameters": 170,
+    }
+    run_folder("run", lines=LOSS, starts=[{**start, "host": "old"}, start])
+    run_folder("older", lines=LOSS)
+    assert command("report run older -o page.html").code == 0
+    text = Page(folder / "page.html").text
+    for shown in (
+        "How run was started command geartrain fit digits.py --model.lr 0.1 directory /home/ada",
+        "commit 3e21753, with uncommitted changes",
+        "started 2026-11-26 13:00:05 (start 2: the run was resumed)",
+        "host gpu7 parameters 18,570 (170 trainable)",
+    ):
+        assert shown in text, text
+    assert "How older was started" not in text
 
 
 # --- safety ---------------------------------------------------------------------------------------
@@ -201,6 +303,8 @@ def evil(run_folder):
         },
         summary={"status": EVIL, "command": EVIL, "error": EVIL, "steps": EVIL, "epochs": EVIL},
         logs={0: f"x: UserWarning: {EVIL}\n"},
+        starts=[dict.fromkeys(("command", "commit", "started", "host", "parameters"), EVIL)],
+        times=[[EVIL, EVIL], [1, 1.0], [2, 2.0]],
         profile={
             "steps": EVIL,
             "parts": [{"name": EVIL, "ms_per_step": EVIL, "share": EVIL}],
@@ -264,6 +368,16 @@ def test_media_with_other_contents_are_named(run_folder, command, folder):
         "media/f.mp4 is of an unknown kind, film",
     ):
         assert said in text
+
+
+def test_small_images_have_more_steps_for_the_slider(run_folder, command, folder):
+    media = [("image", "seen", i, f"media/{i}.png", png()) for i in range(30)]
+    run_folder("run", lines=LOSS, media=media)
+    assert command("report run").code == 0
+    page = Page(folder / "run" / "report.html")
+    assert len(page.named("img")) == 24
+    steps = [button["data-step"] for button in page.named("button") if "data-step" in button]
+    assert (steps[0], steps[-1]) == ("0", "29")
 
 
 def test_eight_of_many_steps_are_shown_with_the_first_and_the_last(run_folder, command, folder):

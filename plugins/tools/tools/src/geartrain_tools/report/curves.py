@@ -54,6 +54,29 @@ class Metrics:
     curves: dict[tuple[str, str], Curve] = field(default_factory=dict)
     #: Notes about the file, for the reader of the page.
     notes: list[str] = field(default_factory=list)
+    #: Epoch, from 0 -> the last step of it that is known.
+    epochs: dict[int, int] = field(default_factory=dict)
+
+    def epoch_knots(self, ended: int | None) -> tuple[list[int], list[float]]:
+        """Return steps, and the epochs that were trained at each: 1.0 is the end of the first.
+
+        Between them epochs grow evenly.
+
+        Args:
+            ended: epochs that have ended; ``None`` if unknown.
+        """
+        steps, values = [0], [0.0]
+        for epoch, step in sorted(self.epochs.items()):
+            if step <= steps[-1]:
+                continue
+            value, length = epoch + 1.0, step - steps[-1]
+            if len(steps) > 2 and (ended is None or ended <= epoch) and epoch == max(self.epochs):
+                # The last one may be incomplete: compare it with the epochs before it.
+                before = (steps[-1] - steps[-2]) / (values[-1] - values[-2])
+                value = min(value, values[-1] + length / before)
+            steps.append(step)
+            values.append(value)
+        return (steps, values) if len(steps) > 1 else ([], [])
 
 
 def read_metrics(path: Path) -> Metrics:
@@ -73,7 +96,7 @@ def read_metrics(path: Path) -> Metrics:
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, start=1):
             try:
-                stage, step, fields = _parsed(line)
+                stage, step, epoch, fields = _parsed(line)
             except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
                 wrong.append(number)
                 continue
@@ -83,6 +106,7 @@ def read_metrics(path: Path) -> Metrics:
             if stage == "train":
                 if step < last:
                     lost = _cut(found, step)
+                    found.epochs = {e: end for e, end in found.epochs.items() if end < step}
                     message = (
                         f"metrics.jsonl: the steps go back from {last} to {step} in line {number}"
                     )
@@ -92,6 +116,8 @@ def read_metrics(path: Path) -> Metrics:
                         f"{lost} older values are left out."
                     )
                 last = step
+            if stage != "test" and epoch is not None and step >= found.epochs.get(epoch, 0):
+                found.epochs[epoch] = step
             for curve, value in zip(curves, fields.values(), strict=True):
                 curve.steps.append(step)
                 curve.values.append(value)
@@ -108,8 +134,8 @@ def read_metrics(path: Path) -> Metrics:
     return found
 
 
-def _parsed(line: str) -> tuple[str, int, dict[str, float]]:
-    """Return the stage, the step and the metrics of a line.
+def _parsed(line: str) -> tuple[str, int, int | None, dict[str, float]]:
+    """Return the stage, the step, the epoch if it is a number, and the metrics of a line.
 
     Raises:
         ValueError: it is no such line. So do TypeError, KeyError and OverflowError.
@@ -120,13 +146,25 @@ def _parsed(line: str) -> tuple[str, int, dict[str, float]]:
     if end < len(text):
         raise ValueError
     step, stage = fields.pop("step"), fields.pop("stage", "train")
-    fields.pop("epoch", None)
+    epoch = fields.pop("epoch", None)
     if not isinstance(stage, str) or not 0 <= step < 2**63:
         raise ValueError
     for name, value in fields.items():
         if type(value) is not float:  # an integer, or "nan", "inf" and "-inf"
             fields[name] = float(value)
-    return stage, int(step), fields
+    return stage, int(step), epoch if type(epoch) is int and epoch >= 0 else None, fields
+
+
+def at_step(knots: tuple[Sequence[int], Sequence[float]], step: int) -> float | None:
+    """Return the value at a step, between the knots; ``None`` without knots."""
+    steps, values = knots
+    if not steps:
+        return None
+    i = min(max(bisect_left(steps, step), 1), len(steps) - 1)
+    if len(steps) == 1:
+        return values[0]
+    slope = (values[i] - values[i - 1]) / (steps[i] - steps[i - 1])
+    return values[i - 1] + slope * (step - steps[i - 1])
 
 
 def _curves(found: Metrics, stage: str, names: Sequence[str] | dict[str, float]) -> list[Curve]:

@@ -12,6 +12,8 @@ from geartrain_tools.report.run_files import Medium, RunFiles
 
 #: Steps of one object that are shown, and the bytes of all images in a page.
 _STEPS, _BYTES = 8, 1_500_000
+#: More steps of an image, for the slider, if these have at most this share of the bytes.
+_MORE, _SHARE = 24, 1 / 6
 _CHARACTERS, _ROWS = 2_000, 20
 _PNG = b"\x89PNG\r\n\x1a\n"
 #: A smaller image is magnified by a whole number, up to this width in pixels.
@@ -19,7 +21,7 @@ _WIDTH = 96
 
 
 def groups(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
-    """Return the objects of all runs by kind and name, with up to eight steps of each run.
+    """Return the objects of all runs by kind and name, with some steps of each run.
 
     Returns:
         ``name``, ``kind``, and ``rows``: one for each run, with ``items`` and the ``total`` number
@@ -34,7 +36,7 @@ def groups(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
     for (kind, name), by_run in found.items():
         rows = []
         for i, media in by_run.items():
-            chosen = _spread(media)
+            chosen = _spread(media, _MORE if _are_small(media) else _STEPS)
             items = [_item(medium, remaining / len(chosen)) for medium in chosen]
             remaining -= sum(len(item.get("src", "")) for item in items)
             rows.append({"run": i, "name": runs[i].name, "items": items, "total": len(media)})
@@ -42,11 +44,19 @@ def groups(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
     return shown
 
 
-def _spread(media: Sequence[Medium]) -> list[Medium]:
-    """Return at most eight objects, evenly spread, with the first and the last."""
-    if len(media) <= _STEPS:
+def _are_small(media: Sequence[Medium]) -> bool:
+    """True if many of these are images that the page has room for."""
+    if media[0].kind not in ("image", "figure"):
+        return False
+    size = sum(medium.path.stat().st_size for medium in _spread(media, _MORE))
+    return size * 4 / 3 <= _BYTES * _SHARE
+
+
+def _spread(media: Sequence[Medium], most: int) -> list[Medium]:
+    """Return at most this many objects, evenly spread, with the first and the last."""
+    if len(media) <= most:
         return list(media)
-    return [media[round(i * (len(media) - 1) / (_STEPS - 1))] for i in range(_STEPS)]
+    return [media[round(i * (len(media) - 1) / (most - 1))] for i in range(most)]
 
 
 def _item(medium: Medium, most: float) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from geartrain_tools import __version__
-from geartrain_tools.report.curves import DEVICE, Curve, reduced
+from geartrain_tools.report.curves import DEVICE, Curve, at_step, reduced
 from geartrain_tools.report.media import groups as media_groups
 from geartrain_tools.report.run_files import RunFiles
 from geartrain_tools.report.tables import differences, head, number, plan_of, profile
@@ -41,6 +41,14 @@ _UNITS = {
     "seconds": "s",
     "ms": "ms",
 }
+#: Names of metrics of which a smaller, or a larger value is better.
+_SMALLER = re.compile(
+    r"loss|error|perplexity|(^|[-_/])(ppl|nll|bce|mse|mae|rmse|wer|cer|fid|bpc|bpb)($|[-_/])"
+)
+_LARGER = re.compile(
+    r"acc|precision|recall|reward|return|score|dice|(^|[-_/])(f1|auc|auroc|map|iou|bleu|psnr|ssim"
+    r"|r2|rouge\w*|top\d+)($|[-_/])"
+)
 _SECTIONS = ("Metrics", "Learning rate and speed", "Devices")
 
 
@@ -65,9 +73,10 @@ def make_page(runs: Sequence[RunFiles]) -> str:
     """Return the page about runs, in their order."""
     charts = _charts(runs)
     drawn = [chart for chart in charts if chart.is_drawn]
-    data = {
+    data: dict[str, Any] = {
         "runs": [run.name for run in runs],
         "charts": _points(drawn),
+        "axes": _axes(runs),
     }
     style = _asset("uPlot.min.css") + _asset("page.css")
     # The page is a copy of uPlot, so it contains uPlot's licence.
@@ -86,6 +95,7 @@ def make_page(runs: Sequence[RunFiles]) -> str:
         version=__version__,
         runs=[head(i, run) for i, run in enumerate(runs)],
         results=list(_results(charts, runs)),
+        axes=list(data["axes"]),
         sections=[
             (
                 name,
@@ -182,17 +192,71 @@ def _gaps(chart: Chart, runs: Sequence[RunFiles]) -> list[str]:
     return found
 
 
+def _epochs_of(run: RunFiles) -> tuple[list[int], list[float]]:
+    ended = run.summary.get("epochs")
+    return run.metrics.epoch_knots(ended if type(ended) is int else None)
+
+
+def _axes(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
+    """Return the x axes that all runs have: name -> steps and values of each run.
+
+    The page begins with the first one.
+    """
+    epochs = [_epochs_of(run) for run in runs]
+    times = [(steps, values) for steps, values in (run.times for run in runs)]
+    axes: dict[str, list[Any]] = {}
+    if all(len(steps) > 1 for steps, _ in times):
+        axes["time"] = [_thinned(knots) for knots in times]
+    axes["step"] = []
+    if all(steps for steps, _ in epochs):
+        several = max(values[-1] for _, values in epochs) >= 2
+        found = {"epoch": [_thinned(knots) for knots in epochs]}
+        axes = {**found, **axes} if several else {**axes, **found}
+    return axes
+
+
+def _thinned(knots: tuple[Sequence[int], Sequence[float]]) -> list[list[float]]:
+    """Return at most about 400 knots, with the first and the last."""
+    count = len(knots[0])
+    chosen = sorted({*range(0, count, -(-count // 400)), count - 1})
+    return [[round(part[i], 4) for i in chosen] for part in knots]
+
+
+def _goal(name: str) -> str:
+    """Return ``"min"`` or ``"max"`` if a smaller or a larger value is better; else nothing."""
+    plain = name.lower()
+    return "min" if _SMALLER.search(plain) else "max" if _LARGER.search(plain) else ""
+
+
 def _results(charts: Sequence[Chart], runs: Sequence[RunFiles]) -> Iterator[dict[str, Any]]:
-    """Yield for each metric its last value in each run, with the least and the greatest."""
-    for chart in charts:
+    """Yield for each metric its best value in each run and when, and its last value.
+
+    If it is unknown which values are better, the least and the greatest take its place. Metrics
+    of evaluations come first.
+    """
+    epochs = [_epochs_of(run) for run in runs]
+    for chart in sorted(charts, key=lambda chart: chart.stage == "train"):
         if chart.section != "Metrics":
             continue
-        cells: list[dict[str, float] | None] = []
+        goal = _goal(chart.name)
+        cells: list[dict[str, Any] | None] = []
         for i in range(len(runs)):
             curve = chart.curves.get(i)
             if curve is None or not curve.values:
                 cells.append(None)
                 continue
             finite = curve.finite or [math.nan]
-            cells.append({"last": curve.values[-1], "min": min(finite), "max": max(finite)})
-        yield {"name": chart.name, "stage": chart.stage, "cells": cells}
+            cell: dict[str, Any] = {"last": curve.values[-1], "wins": False}
+            cell |= {"min": min(finite), "max": max(finite)}
+            if goal and curve.finite:
+                step = curve.steps[list(curve.values).index(cell[goal])]
+                epoch = None if chart.stage == "test" else at_step(epochs[i], step)
+                cell |= {"best": cell[goal], "step": step, "epoch": epoch}
+            cells.append(cell)
+        best = [cell["best"] for cell in cells if cell and "best" in cell]
+        if len(best) > 1:
+            winner = min(best) if goal == "min" else max(best)
+            for compared in cells:
+                if compared and compared.get("best") == winner:
+                    compared["wins"] = True
+        yield {"name": chart.name, "stage": chart.stage, "goal": goal, "cells": cells}

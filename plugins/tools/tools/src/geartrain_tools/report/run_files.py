@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from bisect import bisect_left
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +48,12 @@ class RunFiles:
     #: Empty if the run is in progress or was killed.
     summary: dict[str, Any] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=Metrics)
+    #: How the run was started: the last object of starts.jsonl, which older runs do not have.
+    start: dict[str, Any] = field(default_factory=dict)
+    #: Number of times that it was started.
+    starts: int = 0
+    #: Steps, and the seconds of training at each, without the time between a stop and a resume.
+    times: tuple[list[int], list[float]] = field(default_factory=lambda: ([], []))
     #: The newest profile.json.
     profile: dict[str, Any] = field(default_factory=dict)
     media: list[Medium] = field(default_factory=list)
@@ -64,6 +74,9 @@ def read_run(folder: Path, name: str) -> RunFiles:
     run = RunFiles(folder, name)
     run.plan = _json(run, folder / "plan.json")
     run.summary = _json(run, folder / "summary.json")
+    if starts := [entry for entry in _lines(run, "starts.jsonl") if isinstance(entry, dict)]:
+        run.start, run.starts = starts[-1], len(starts)
+    _read_times(run)
     profiles = sorted(folder.glob("profile*.json"), key=_number)
     if profiles:
         run.profile = _json(run, profiles[-1])
@@ -100,6 +113,37 @@ def _json(run: RunFiles, path: Path) -> dict[str, Any]:
         run.notes.append(f"{path.name} is not a JSON object, and is left out.")
         return {}
     return found
+
+
+def _lines(run: RunFiles, name: str) -> Iterator[Any]:
+    """Yield what the lines of a file hold; lines that are not valid are left out."""
+    path = run.folder / name
+    if not path.exists():
+        return
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(ValueError, RecursionError):
+            yield json.loads(line)
+
+
+def _read_times(run: RunFiles) -> None:
+    steps, seconds = run.times
+    offset = 0.0
+    before = 0.0
+    for entry in _lines(run, "times.jsonl"):
+        try:
+            step, second = int(entry[0]), float(entry[1])
+        except (ValueError, TypeError, LookupError, OverflowError):
+            continue
+        if not (step >= 0 and 0 <= second < math.inf):
+            continue
+        if second < before:  # a resumed run: its clock starts again
+            at = bisect_left(steps, step)
+            del steps[at:], seconds[at:]
+            offset = seconds[-1] if seconds else 0.0
+        before = second
+        if not steps or step > steps[-1]:
+            steps.append(step)
+            seconds.append(max(round(offset + second, 2), seconds[-1] if seconds else 0.0))
 
 
 def _read_media(run: RunFiles) -> None:

@@ -54,6 +54,9 @@ def head(index: int, run: RunFiles) -> dict[str, Any]:
         "ms": seconds * 1000 / steps
         if _is_number(seconds) and _is_number(steps) and steps
         else None,
+        "parameters": _parameters(run.start),
+        "started": str(run.start.get("started") or ""),
+        "start": _start_of(run),
         "setup": " · ".join(part for part in parts if part),
         "processes": processes,
         "error": error,
@@ -63,6 +66,34 @@ def head(index: int, run: RunFiles) -> dict[str, Any]:
         "notes": run.notes,
         "plan_notes": plan_notes,
     }
+
+
+def _parameters(start: Mapping[str, Any]) -> str:
+    count, trainable = start.get("parameters"), start.get("trainable_parameters")
+    if not _is_number(count):
+        return ""
+    more = f" ({number(trainable)} trainable)" if _is_number(trainable) else ""
+    return number(count) + (more if trainable != count else "")
+
+
+def _start_of(run: RunFiles) -> list[tuple[str, str]]:
+    """Return how a run was started: command, folder, commit, date, host."""
+    start = run.start
+    commit = str(start.get("commit") or "")
+    if commit and start.get("uncommitted_changes"):
+        commit += ", with uncommitted changes"
+    started = str(start.get("started") or "")
+    if run.starts > 1:
+        started += f" (start {run.starts}: the run was resumed)"
+    facts = {
+        "command": start.get("command"),
+        "directory": start.get("directory"),
+        "commit": commit,
+        "started": started,
+        "host": start.get("host"),
+        "parameters": _parameters(start),
+    }
+    return [(name, str(value)) for name, value in facts.items() if value]
 
 
 def _is_number(value: Any) -> TypeGuard[float]:

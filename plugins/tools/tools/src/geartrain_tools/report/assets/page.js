@@ -1,11 +1,10 @@
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  if (!data.charts.length) return;
   const byId = (id) => document.getElementById(id);
   const root = document.documentElement;
   const tip = byId("tip");
-  const HEIGHT = 210;
+  const HEIGHT = 230;
   const DASHES = [[], [6, 4], [2, 3], [10, 3, 2, 3]];
 
   // The colours depend on light, dark and print.
@@ -13,18 +12,52 @@
   const colour = (run) => css(`--c${run % 7}`);
 
   const hiddenRuns = new Set();
+  const off = new Set(); // runs whose chip is off
   let smoothing = 0;
   let log = false;
 
   // All charts have one x axis, so that device figures stand beside the training curves.
-  const ends = data.charts.flatMap((c) => c.series.flatMap((s) => [s.x[0], s.x[s.x.length - 1]]));
-  let first = Infinity, last = -Infinity;
-  for (const x of ends) {
-    if (x < first) first = x;
-    if (x > last) last = x;
+  const ends = data.charts.flatMap((c) =>
+    c.series.flatMap((s) => [[s.run, s.x[0]], [s.run, s.x[s.x.length - 1]]]));
+  let axis = Object.keys(data.axes)[0];
+  let first, last, view, unit;
+
+  // The value of an axis at a step of a run, between the knots that the page has.
+  function valueAt(name, run, step) {
+    if (name === "step") return step;
+    const [steps, values] = data.axes[name][run];
+    let low = 0, high = steps.length - 1;
+    if (!high) return values[0];
+    while (high - low > 1) {
+      const middle = (low + high) >> 1;
+      if (steps[middle] < step) low = middle;
+      else high = middle;
+    }
+    const slope = (values[high] - values[low]) / (steps[high] - steps[low]);
+    return Math.max(0, values[low] + slope * (step - steps[low]));
   }
-  if (first === last) last = first + 1;
-  let view = [first, last];
+
+  function setAxis(name) {
+    axis = name;
+    first = Infinity;
+    last = -Infinity;
+    for (const [run, step] of ends) {
+      const x = valueAt(name, run, step);
+      if (x < first) first = x;
+      if (x > last) last = x;
+    }
+    if (first === Infinity) first = last = 0;
+    unit = name !== "time" ? 1 : last > 3 * 3600 ? 3600 : last > 180 ? 60 : 1;
+    first /= unit;
+    last /= unit;
+    if (first === last) last = first + 1;
+    view = [first, last];
+    for (const c of data.charts) {
+      for (const s of c.series) s.at = s.x.map((step) => valueAt(name, s.run, step) / unit);
+    }
+  }
+  const axisName = () => (axis === "time" ? `time (${{ 1: "s", 60: "min", 3600: "h" }[unit]})` : axis);
+  setAxis(axis);
 
   const SI = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
   function format(value, digits = 5) {
@@ -59,7 +92,7 @@
       const y = s.y.map(drawable);
       const empty = y.map(() => null);
       const [lo, hi] = s.lo && !smoothing ? [s.lo.map(drawable), s.hi.map(drawable)] : [empty, empty];
-      return [s.x, y, lo, hi, smoothing ? smooth(y) : empty];
+      return [s.at, y, lo, hi, smoothing ? smooth(y) : empty];
     });
     return uPlot.join(tables);
   }
@@ -128,7 +161,7 @@
       row.append(name, value);
       rows.push(row);
     };
-    add("step", u.data[0][index].toLocaleString("en"));
+    add(axisName(), u.data[0][index].toLocaleString("en", { maximumFractionDigits: 2 }));
     chart.series.forEach((s, i) => {
       if (hiddenRuns.has(s.run)) return;
       const k = nearest(u, 4 * i + 1, index);
@@ -171,10 +204,12 @@
       show: !hiddenRuns.has(s.run),
       points: { size: 5, fill: () => colour(s.run) + alpha },
     });
-    const off = { show: false };
+    const none = { show: false };
     // Not drawn, but the y axis includes its values.
-    const bound = (s) => ({ show: !hiddenRuns.has(s.run), paths: () => null, points: off });
-    const axis = {
+    const bound = (s) => ({ show: !hiddenRuns.has(s.run), paths: () => null, points: none });
+    const label = { labelSize: 18, labelGap: 0, labelFont: "11px system-ui, sans-serif" };
+    const shared = {
+      ...label,
       stroke: () => css("--muted"),
       grid: { stroke: () => css("--line"), width: 1 },
       ticks: { show: false },
@@ -192,13 +227,13 @@
           y: { distr: log ? 3 : 1 },
         },
         axes: [
-          { ...axis, size: 28, values: labels },
-          { ...axis, gap: 6, values: labels,
+          { ...shared, label: axisName(), size: 28, values: labels },
+          { ...shared, label: chart.unit ? `${chart.name} (${chart.unit})` : chart.name, gap: 6, values: labels,
             size: (u, ticks) => Math.max(36, ...(ticks || []).map((t) => String(t ?? "").length * 7 + 12)) },
         ],
         series: [{}, ...chart.series.flatMap((s) => smoothing
-          ? [{ ...line(s, "44"), points: off }, off, off, { ...line(s, ""), points: off }]
-          : [line(s, ""), bound(s), bound(s), off])],
+          ? [{ ...line(s, "44"), points: none }, none, none, { ...line(s, ""), points: none }]
+          : [line(s, ""), bound(s), bound(s), none])],
         cursor: {
           y: false,
           sync: { key: "step", setSeries: false, scales: ["x", null],
@@ -258,32 +293,102 @@
   });
 
   byId("controls").hidden = false;
-  byId("smoothing").addEventListener("input", (event) => {
+  const on = (id, type, action) => byId(id)?.addEventListener(type, action);
+  on("axis", "change", (event) => {
+    setAxis(event.target.value);
+    byId("reset").hidden = true;
+    redraw();
+  });
+  on("smoothing", "input", (event) => {
     smoothing = Number(event.target.value);
     redraw();
   });
-  byId("log").addEventListener("change", (event) => {
+  on("log", "change", (event) => {
     log = event.target.checked;
     redraw();
   });
-  byId("reset").addEventListener("click", () => zoom([first, last]));
-  byId("filter").addEventListener("input", (event) => {
-    const wanted = event.target.value.toLowerCase();
-    for (const figure of figures) {
-      const { name } = data.charts[Number(figure.dataset.chart)];
-      figure.hidden = !name.toLowerCase().includes(wanted);
+  on("reset", "click", () => zoom([first, last]));
+
+  const has = (name, input) => name.toLowerCase().includes((input?.value || "").toLowerCase());
+  on("filter", "input", () => {
+    for (const part of document.querySelectorAll("[data-metric]")) {
+      part.hidden = !has(part.dataset.metric, byId("filter"));
     }
     for (const section of document.querySelectorAll(".curves")) {
       section.hidden = !section.querySelector(".chart:not([hidden])");
     }
   });
+
+  // A run is shown if its chip is on and the filter finds its name: in curves, tables and images.
+  function showRuns() {
+    hiddenRuns.clear();
+    data.runs.forEach((name, run) => {
+      if (off.has(run) || !has(name, byId("runs"))) hiddenRuns.add(run);
+    });
+    for (const part of document.querySelectorAll("[data-run]")) {
+      part.hidden = hiddenRuns.has(Number(part.dataset.run));
+    }
+    redraw();
+  }
+  on("runs", "input", () => {
+    for (const chip of document.querySelectorAll(".chip")) {
+      chip.hidden = !has(data.runs[Number(chip.dataset.chip)], byId("runs"));
+    }
+    showRuns();
+  });
   for (const chip of document.querySelectorAll(".chip")) {
     chip.addEventListener("click", () => {
-      const run = Number(chip.dataset.run);
-      const shown = hiddenRuns.delete(run);
-      if (!shown) hiddenRuns.add(run);
+      const run = Number(chip.dataset.chip);
+      const shown = off.delete(run);
+      if (!shown) off.add(run);
       chip.setAttribute("aria-pressed", String(shown));
-      redraw();
+      showRuns();
     });
   }
+
+  // Images open large, those of all runs side by side, with a slider over their steps.
+  const large = byId("large");
+  let strips = [], steps = [];
+  function showStep() {
+    const step = steps[Number(byId("steps").value)];
+    byId("step").textContent = `step ${step.toLocaleString("en")}`;
+    for (const strip of strips) {
+      const shown = strip.items.findLast((item) => item.step <= step) || strip.items[0];
+      strip.img.src = shown.src;
+      strip.img.alt = `${strip.name}, step ${shown.step}`;
+      strip.img.className = shown.width < 300 ? "small" : "";
+      const late = shown.step === step ? "" : `step ${shown.step.toLocaleString("en")}`;
+      strip.caption.textContent = [data.runs.length > 1 ? strip.name : "", late].filter(Boolean).join(" · ");
+    }
+  }
+  function enlarge(button) {
+    const article = button.closest(".media");
+    strips = [...article.querySelectorAll(".strip:not([hidden])")].map((strip) => {
+      const items = [...strip.querySelectorAll(".enlarge")].map((one) => {
+        const img = one.querySelector("img");
+        return { step: Number(one.dataset.step), src: img.src, width: img.naturalWidth };
+      }).sort((a, b) => a.step - b.step);
+      const [figure, img, caption] = ["figure", "img", "figcaption"].map((name) => document.createElement(name));
+      caption.className = "muted";
+      figure.append(img, caption);
+      return { name: data.runs[Number(strip.dataset.run)], items, figure, img, caption };
+    }).filter((strip) => strip.items.length);
+    steps = [...new Set(strips.flatMap((strip) => strip.items.map((item) => item.step)))].sort((a, b) => a - b);
+    byId("large-name").textContent = article.dataset.metric;
+    large.querySelector(".views").replaceChildren(...strips.map((strip) => strip.figure));
+    byId("steps").max = steps.length - 1;
+    byId("steps").value = steps.indexOf(Number(button.dataset.step));
+    byId("steps").parentElement.hidden = steps.length < 2;
+    showStep();
+    large.showModal();
+    byId("steps").focus();
+  }
+  for (const button of document.querySelectorAll(".enlarge")) {
+    button.addEventListener("click", () => enlarge(button));
+  }
+  on("steps", "input", showStep);
+  on("close", "click", () => large.close());
+  large.addEventListener("click", (event) => {
+    if (event.target === large) large.close(); // outside of its content
+  });
 })();
