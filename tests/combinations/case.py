@@ -286,6 +286,7 @@ def differences(case, found, expected):
 def unexpected_files(folder):
     """Return the files of a run's folder that are not for the user."""
     known = {"plan.json", "metrics.jsonl", "summary.json", "last.ckpt", "checkpoints", "logs"}
+    known.add("provenance.jsonl")
     found = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     return sorted(
         str(path)

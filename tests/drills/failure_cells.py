@@ -54,7 +54,10 @@ STARTED, LIMIT, STACKS, HANG = 120.0, 15.0, 18.0, 25.0
 #: The values of ``cell.py``, which is not imported because it imports torch.
 OWN, SHOW_STACK = "the user's own error", signal.SIGWINCH
 #: The allowed content of a run's folder; ``logs`` and ``checkpoints`` are folders.
-RUN_FOLDER = {"plan.json", "metrics.jsonl", "summary.json", "last.ckpt", "logs", "checkpoints"}
+RUN_FOLDER = {
+    *("plan.json", "metrics.jsonl", "provenance.jsonl", "summary.json", "last.ckpt"),
+    *("logs", "checkpoints"),
+}
 _CONNECTION = re.compile(
     r"connection (closed|reset)|broken pipe|gloo|HorovodInternalError", re.IGNORECASE
 )

@@ -79,6 +79,7 @@ ADDED = {
         },
     ),
     "overfit": (["--overfit-batches", "1"], {}),
+    "provenance": ([], {}),
     "reload_dataloaders": (["--reload-dataloaders-every-n-epochs", "1"], {}),
     "timed_validation": (["--val-check-interval", "00:01:00:00"], {}),
     "training_outputs": (

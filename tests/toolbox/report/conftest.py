@@ -16,19 +16,18 @@ def run_folder(folder):
 
     Args of the function: ``lines`` of metrics.jsonl (objects, or strings as they are), ``plan``,
     ``summary``, ``profile``, ``logs`` (rank -> text), ``media`` (kind, name, step, file, bytes),
-    ``starts`` and ``times`` (lines of starts.jsonl and times.jsonl).
+    ``provenance`` (its lines).
     """
 
-    def write(name, *, lines=None, logs=None, media=(), starts=(), times=(), **files):
+    def write(name, *, lines=None, logs=None, media=(), provenance=(), **files):
         home = folder / name
         home.mkdir(parents=True)
         if lines is not None:
             text = (one if isinstance(one, str) else f"{json.dumps(one)}\n" for one in lines)
             (home / "metrics.jsonl").write_text("".join(text))
-        for file, found in (("starts", starts), ("times", times)):
-            if found:
-                text = "".join(f"{json.dumps(one)}\n" for one in found)
-                (home / f"{file}.jsonl").write_text(text)
+        if provenance:
+            text = "".join(f"{json.dumps(one)}\n" for one in provenance)
+            (home / "provenance.jsonl").write_text(text)
         for file, contents in files.items():
             (home / f"{file}.json").write_text(json.dumps(contents))
         for rank, text in (logs or {}).items():

@@ -110,7 +110,8 @@ def test_an_image_opens_large_with_a_slider_over_the_steps_of_all_runs(
 def test_filters_hide_metrics_and_runs_at_every_width(run_folder, command, folder, browse, size):
     for run in ("small", "large"):
         lines = [line(i, loss=1 / (i + 1), acc=i) for i in range(20)]
-        run_folder(run, lines=lines, plan={"options": {"seed": len(run)}}, times=[[0, 0], [9, 99]])
+        plan = {"options": {"seed": len(run)}}
+        run_folder(run, lines=lines, plan=plan, provenance=[[0, 0], [9, 99]])
     assert command("report small large").code == 0
     script = f"""{SAW}
     const type = (id, text) => {{

@@ -213,7 +213,7 @@ def test_an_epoch_that_has_not_ended_is_no_whole_one(run_folder, command, folder
 
 
 def test_time_is_the_x_axis_of_a_run_with_one_epoch(run_folder, command, folder):
-    run_folder("run", lines=epochs(1, steps=100), times=[[10, 1.0], [50, 5.0], [100, 12.5]])
+    run_folder("run", lines=epochs(1, steps=100), provenance=[[10, 1.0], [50, 5.0], [100, 12.5]])
     assert command("report run").code == 0
     axes = Page(folder / "run" / "report.html").data["axes"]
     assert list(axes) == ["time", "step", "epoch"]
@@ -222,15 +222,15 @@ def test_time_is_the_x_axis_of_a_run_with_one_epoch(run_folder, command, folder)
 
 def test_the_time_of_a_resumed_run_leaves_out_the_pause(run_folder, command, folder):
     """It resumes at step 20, and its clock starts again."""
-    times = [[10, 1.0], [20, 2.0], [30, 3.0], [25, 0.5], [40, 2.0], "odd", [1], [50, -1]]
-    run_folder("run", lines=epochs(1, steps=50), times=times)
+    lines = [{}, [10, 1.0], [20, 2.0], [30, 3.0], {}, [25, 0.5], [40, 2.0], "odd", [1], [50, -1]]
+    run_folder("run", lines=epochs(1, steps=50), provenance=lines)
     assert command("report run").code == 0
     (knots,) = Page(folder / "run" / "report.html").data["axes"]["time"]
     assert knots == [[10, 20, 25, 40], [1.0, 2.0, 2.5, 4.0]]
 
 
 def test_an_axis_that_a_run_lacks_is_not_offered(run_folder, command, folder):
-    run_folder("a", lines=epochs(2), times=[[10, 1.0], [20, 2.0]])
+    run_folder("a", lines=epochs(2), provenance=[[10, 1.0], [20, 2.0]])
     run_folder("b", lines=epochs(2))
     run_folder("c", lines=[{"step": 1, "loss": 1.0}, {"step": 2, "loss": 1.0}])
     assert command("report a b -o ab.html").code == command("report a c -o ac.html").code == 0
@@ -252,7 +252,7 @@ def test_the_page_shows_how_each_run_was_started(run_folder, command, folder):
         "parameters": 18570,
         "trainable_parameters": 170,
     }
-    run_folder("run", lines=LOSS, starts=[{**start, "host": "old"}, start])
+    run_folder("run", lines=LOSS, provenance=[{**start, "host": "old"}, start])
     run_folder("older", lines=LOSS)
     assert command("report run older -o page.html").code == 0
     text = Page(folder / "page.html").text
@@ -303,8 +303,10 @@ def evil(run_folder):
         },
         summary={"status": EVIL, "command": EVIL, "error": EVIL, "steps": EVIL, "epochs": EVIL},
         logs={0: f"x: UserWarning: {EVIL}\n"},
-        starts=[dict.fromkeys(("command", "commit", "started", "host", "parameters"), EVIL)],
-        times=[[EVIL, EVIL], [1, 1.0], [2, 2.0]],
+        provenance=[
+            dict.fromkeys(("command", "commit", "started", "host", "parameters"), EVIL),
+            *([EVIL, EVIL], [1, 1.0], [2, 2.0]),
+        ],
         profile={
             "steps": EVIL,
             "parts": [{"name": EVIL, "ms_per_step": EVIL, "share": EVIL}],

@@ -7,8 +7,6 @@ import math
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,7 +46,7 @@ class RunFiles:
     #: Empty if the run is in progress or was killed.
     summary: dict[str, Any] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=Metrics)
-    #: How the run was started: the last object of starts.jsonl, which older runs do not have.
+    #: How the run was started: the last object of provenance.jsonl, which older runs do not have.
     start: dict[str, Any] = field(default_factory=dict)
     #: Number of times that it was started.
     starts: int = 0
@@ -74,9 +72,7 @@ def read_run(folder: Path, name: str) -> RunFiles:
     run = RunFiles(folder, name)
     run.plan = _json(run, folder / "plan.json")
     run.summary = _json(run, folder / "summary.json")
-    if starts := [entry for entry in _lines(run, "starts.jsonl") if isinstance(entry, dict)]:
-        run.start, run.starts = starts[-1], len(starts)
-    _read_times(run)
+    _read_provenance(run)
     profiles = sorted(folder.glob("profile*.json"), key=_number)
     if profiles:
         run.profile = _json(run, profiles[-1])
@@ -115,32 +111,28 @@ def _json(run: RunFiles, path: Path) -> dict[str, Any]:
     return found
 
 
-def _lines(run: RunFiles, name: str) -> Iterator[Any]:
-    """Yield what the lines of a file hold; lines that are not valid are left out."""
-    path = run.folder / name
+def _read_provenance(run: RunFiles) -> None:
+    """Read provenance.jsonl: an object for each start, then steps with seconds since that start."""
+    path = run.folder / "provenance.jsonl"
     if not path.exists():
         return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with suppress(ValueError, RecursionError):
-            yield json.loads(line)
-
-
-def _read_times(run: RunFiles) -> None:
     steps, seconds = run.times
-    offset = 0.0
-    before = 0.0
-    for entry in _lines(run, "times.jsonl"):
+    offset: float | None = 0.0
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
+            entry = json.loads(line)
+            if isinstance(entry, dict):
+                run.start, run.starts, offset = entry, run.starts + 1, None
+                continue
             step, second = int(entry[0]), float(entry[1])
-        except (ValueError, TypeError, LookupError, OverflowError):
-            continue
+        except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
+            continue  # the last line may not be complete
         if not (step >= 0 and 0 <= second < math.inf):
             continue
-        if second < before:  # a resumed run: its clock starts again
+        if offset is None:  # the first step after a start: a resumed run repeats some
             at = bisect_left(steps, step)
             del steps[at:], seconds[at:]
             offset = seconds[-1] if seconds else 0.0
-        before = second
         if not steps or step > steps[-1]:
             steps.append(step)
             seconds.append(max(round(offset + second, 2), seconds[-1] if seconds else 0.0))
