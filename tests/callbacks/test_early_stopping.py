@@ -1,10 +1,10 @@
 """EarlyStopping: training ends when a metric stops improving."""
 
 import pytest
-from small_models import Logging, fit, loader
+from small_models import Logging, fit, loader, trainer as make_trainer
 
 from geartrain import TrainingError
-from geartrain.callbacks import EarlyStopping
+from geartrain.callbacks import EarlyStopping, EarlyStoppingReason
 from geartrain.errors import nearest
 
 NAN, INF = float("nan"), float("inf")
@@ -52,10 +52,43 @@ def test_training_ends_after_the_right_epoch(values, options, epochs, reason, ca
     callback, trainer = run_on(values, **options)
     assert trainer.current_epoch == epochs
     assert trainer.global_step == 6 * epochs
-    assert bool(callback.reason) == bool(reason)
-    assert reason in callback.reason
+    assert bool(callback.stopping_reason_message) == bool(reason)
+    assert reason in (callback.stopping_reason_message or "")
     assert reason in capsys.readouterr().err
     assert callback.stopped_epoch == (epochs - 1 if epochs < 12 else 0)
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "reason"),
+    [
+        ([5], {}, "PATIENCE_EXHAUSTED"),
+        ([NAN], {}, "NON_FINITE_METRIC"),
+        ([1], {"stopping_threshold": 2.0}, "STOPPING_THRESHOLD"),
+        ([3], {"divergence_threshold": 2.0}, "DIVERGENCE_THRESHOLD"),
+        ([5], {"max_epochs": 2}, "NOT_STOPPED"),
+    ],
+)
+def test_the_reason_is_a_value_to_compare(values, options, reason):
+    callback, trainer = run_on(values, **options)
+    assert callback.stopping_reason is EarlyStoppingReason[reason]
+    module = Logging(validate=lambda self, *_: self.log("metric", -1000.0))
+    callback.divergence_threshold = callback.stopping_threshold = None
+    trainer.fit(module, loader(), loader())  # the next fit has a new one
+    assert callback.stopping_reason is EarlyStoppingReason.NOT_STOPPED
+    assert callback.stopping_reason_message is None
+
+
+def test_a_fit_that_resumes_where_training_ended_has_the_reason_again(tmp_path):
+    def go(resumes):
+        callback = EarlyStopping("metric", patience=2)
+        module = Logging(validate=lambda self, *_: self.log("metric", 5.0))
+        one = make_trainer(callbacks=[callback], max_epochs=9, output=tmp_path / "run")
+        one.fit(module, loader(), loader(), ckpt_path="last" if resumes else None)
+        return one.current_epoch, callback.stopping_reason, callback.stopping_reason_message
+
+    first = go(False)
+    assert first[:2] == (3, EarlyStoppingReason.PATIENCE_EXHAUSTED)
+    assert go(True) == first
 
 
 def test_verbose_prints_each_improvement(capsys):

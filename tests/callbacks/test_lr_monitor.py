@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_models import SGD, Loggers, Net, fit
+from small_models import SGD, EvalNet, Loggers, Net, fit, loader
 from torch.optim.lr_scheduler import LambdaLR
 
 from geartrain import UsageError
@@ -133,3 +133,20 @@ def test_two_groups_of_one_name_are_refused_before_training():
     message = r"geartrain-callbacks\[lr_monitor\]: two parameter groups are called lr-SGD/same. Fix"
     with pytest.raises(UsageError, match=message):
         logged(lambda m: groups(m, {"name": "same"}, {"name": "same"}))
+
+
+def test_the_logged_rates_can_be_read_after_fit():
+    def make(module):
+        optimizer = SGD(module.parameters(), momentum=0.8, weight_decay=0.3)
+        return {"optimizer": optimizer, "lr_scheduler": halves(optimizer, "step")}
+
+    monitor = LearningRateMonitor("step", log_momentum=True, log_weight_decay=True)
+    one = fit(Made(make), plugins=[monitor], log_every_n_steps=2)
+    rates = [pytest.approx(0.1 * 0.5**step) for step in (1, 3, 5)]
+    assert monitor.lrs == {"lr-SGD": rates}
+    assert monitor.last_momentum_values == {"lr-SGD-momentum": 0.8}
+    assert monitor.last_weight_decay_values == {"lr-SGD-weight_decay": 0.3}
+    one.validate(EvalNet(), loader())
+    assert monitor.lrs == {"lr-SGD": rates}
+    one.fit(Made(lambda m: SGD(m.parameters())), loader())
+    assert monitor.lrs == {"lr-SGD": [0.1, 0.1, 0.1]}

@@ -4,10 +4,11 @@ import copy
 import math
 
 import pytest
+import torch
 from small_models import Loggers, Net, fit, loader
 
-from geartrain import hookimpl
-from geartrain.callbacks import Norms
+from geartrain import UsageError, hookimpl
+from geartrain.callbacks import Norms, grad_norm
 
 
 def lines(*plugins, module=None, **options):
@@ -81,3 +82,37 @@ def test_untrained_parameters_are_left_out():
     module.layers[0].requires_grad_(False)
     metrics = lines(Norms(parameters=True, per_parameter=True), module=module)[0][1]
     assert not any("layers.0" in name for name in metrics)
+
+
+@pytest.mark.parametrize("order", [1, 2.0, 3, "inf"])
+def test_grad_norm_has_lightnings_names_and_torchs_values(order):
+    class Logs(Net):
+        def on_before_optimizer_step(self, optimizer):
+            norms = grad_norm(self, norm_type=order)
+            self.log_dict(norms)
+            self.kept = {name: p.grad.clone() for name, p in self.named_parameters()}
+
+    module = Logs()
+    metrics = lines(module=module, max_steps=1)[0][1]
+    name, order = f"grad_{float(order)}_norm", float(order)
+    expected = {f"{name}/{key}": g.norm(order).item() for key, g in module.kept.items()}
+    everything = torch.cat([g.flatten() for g in module.kept.values()])
+    expected[f"{name}_total"] = everything.norm(order).item()
+    assert metrics == pytest.approx(expected)
+
+
+def test_grad_norm_leaves_out_parameters_without_a_gradient():
+    module = Net()
+    assert grad_norm(module, 2) == {}
+    module.layers[2](torch.ones(1, 4)).sum().backward()
+    assert list(grad_norm(module, 2, ".")) == [
+        "grad_2.0_norm.layers.2.weight",
+        "grad_2.0_norm.layers.2.bias",
+        "grad_2.0_norm_total",
+    ]
+
+
+@pytest.mark.parametrize("order", [0, -1, "two", None])
+def test_grad_norm_refuses_an_order_that_is_no_number_above_0(order):
+    with pytest.raises(UsageError, match=r"norm_type=.* must be above 0. Fix: 2"):
+        grad_norm(Net(), order)

@@ -206,6 +206,10 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 ->
 from geartrain import CombinedLoader
 
+from lightning.pytorch.utilities import grad_norm
+->
+from geartrain.callbacks import grad_norm
+
 from pytorch_lightning.trainer.supporters import CombinedLoader
 ->
 from geartrain import CombinedLoader

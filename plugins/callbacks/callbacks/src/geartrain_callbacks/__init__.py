@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from geartrain_callbacks.accumulation_scheduler import GradientAccumulationScheduler
     from geartrain_callbacks.callback import NOT_CALLED, Callback
     from geartrain_callbacks.combined import CombinedLoader
-    from geartrain_callbacks.early_stopping import EarlyStopping
+    from geartrain_callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
     from geartrain_callbacks.ema import EMA
     from geartrain_callbacks.finetuning import BackboneFinetuning, BaseFinetuning
     from geartrain_callbacks.lambda_callback import LambdaCallback
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from geartrain_callbacks.model_checkpoint import ModelCheckpoint
     from geartrain_callbacks.model_summary import ModelSummary
     from geartrain_callbacks.nan_guard import NaNGuard
-    from geartrain_callbacks.norms import Norms
+    from geartrain_callbacks.norms import Norms, grad_norm
     from geartrain_callbacks.precision import MixedPrecision, ScaledPrecision, TruePrecision
     from geartrain_callbacks.prediction_writer import BasePredictionWriter, PredictionWriter
     from geartrain_callbacks.progress_bar import ProgressBar
@@ -41,6 +41,7 @@ __all__ = [
     "Callback",
     "CombinedLoader",
     "EarlyStopping",
+    "EarlyStoppingReason",
     "GradientAccumulationScheduler",
     "Histogram",
     "LambdaCallback",
@@ -59,6 +60,7 @@ __all__ = [
     "Throughput",
     "Timer",
     "TruePrecision",
+    "grad_norm",
 ]
 
 #: Module -> its names, imported on first use: a run with ``--plugin csv`` needs no other callback.
@@ -66,7 +68,7 @@ _NAMES = {
     "accumulation_scheduler": "GradientAccumulationScheduler",
     "callback": "NOT_CALLED Callback",
     "combined": "CombinedLoader",
-    "early_stopping": "EarlyStopping",
+    "early_stopping": "EarlyStopping EarlyStoppingReason",
     "ema": "EMA",
     "finetuning": "BackboneFinetuning BaseFinetuning",
     "lambda_callback": "LambdaCallback",
@@ -75,7 +77,7 @@ _NAMES = {
     "model_checkpoint": "ModelCheckpoint",
     "model_summary": "ModelSummary",
     "nan_guard": "NaNGuard",
-    "norms": "Norms",
+    "norms": "Norms grad_norm",
     "precision": "MixedPrecision ScaledPrecision TruePrecision",
     "prediction_writer": "BasePredictionWriter PredictionWriter",
     "progress_bar": "ProgressBar",

@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import math
 import warnings
+from enum import Enum
 from typing import Any, Literal
 
 from geartrain import Run, TrainingError, UsageError, hookimpl
 from geartrain_callbacks.callback import PluginCallback
 from geartrain_callbacks.monitoring import check_mode, is_better, looks_after_epochs, not_logged
 from geartrain_callbacks.stopping import ends, say, stop_together
+
+
+class EarlyStoppingReason(Enum):
+    """Why :class:`EarlyStopping` ended training."""
+
+    NOT_STOPPED = 0
+    STOPPING_THRESHOLD = 1
+    DIVERGENCE_THRESHOLD = 2
+    PATIENCE_EXHAUSTED = 3
+    NON_FINITE_METRIC = 4
+
+
+#: A reason and its message.
+_Verdict = tuple[EarlyStoppingReason, str]
+_CONTINUE: _Verdict = (EarlyStoppingReason.NOT_STOPPED, "")
 
 
 class EarlyStopping(PluginCallback):
@@ -79,19 +95,23 @@ class EarlyStopping(PluginCallback):
         self.wait_count = 0
         #: The epoch (from 0) in which it ended training; 0 also if it did not.
         self.stopped_epoch = 0
-        #: Why it ended training; empty if it did not.
-        self.reason = ""
+        #: Why it ended training.
+        self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
+        #: The same as a sentence; ``None`` if it did not end training.
+        self.stopping_reason_message: str | None = None
 
     @hookimpl
     def on_run_start(self, run: Run) -> None:
-        self._asked, self.reason = False, ""
+        self._asked = False
+        self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
+        self.stopping_reason_message = None
         if run.command == "fit":
             self._checked = self._checked if run.loop.resumed is not None else None
             self._at_epoch_end = looks_after_epochs(
                 run, self._check_on_train_epoch_end, "early_stopping", "check_on_train_epoch_end"
             )
             if run.loop.resumed is not None and self._value is not None:
-                self._stop(run, self._beyond_limits(self._value) or self._out_of_patience())
+                self._stop(run, self._limits_or_patience(self._value))
 
     @hookimpl(specname="on_validation_end")
     def _on_validation_end(self, run: Run) -> None:
@@ -130,15 +150,18 @@ class EarlyStopping(PluginCallback):
         if when == self._checked:
             return
         self._checked, self._value = when, value
-        if reason := self._judge(run, value):
+        verdict = self._judge(run, value)
+        if verdict != _CONTINUE:
             self.stopped_epoch = run.epoch
-            self._stop(run, reason, ends(run))
+        self._stop(run, verdict, ends(run))
 
-    def _stop(self, run: Run, reason: str, when: str = "") -> None:
-        if reason:
-            self._asked, self.reason = True, reason
+    def _stop(self, run: Run, verdict: _Verdict, when: str = "") -> None:
+        reason, message = verdict
+        if message:
+            self._asked = True
+            self.stopping_reason, self.stopping_reason_message = reason, message
             stop_together(run)
-            say(run, f"early_stopping: {reason} {when}".rstrip())
+            say(run, f"early_stopping: {message} {when}".rstrip())
 
     def _missing(self, known: list[str]) -> None:
         text = not_logged("early_stopping", self.monitor, known)
@@ -148,10 +171,10 @@ class EarlyStopping(PluginCallback):
             warnings.warn(f"{text} Training continues without", stacklevel=2)
             self._warned = True
 
-    def _judge(self, run: Run, value: float) -> str:
-        """Count a value; return why training should end, empty if it should continue."""
-        if reason := self._beyond_limits(value):
-            return reason
+    def _judge(self, run: Run, value: float) -> _Verdict:
+        """Count a value; return whether and why training should end."""
+        if (verdict := self._beyond_limits(value)) != _CONTINUE:
+            return verdict
         delta = self.min_delta if self.mode == "max" else -self.min_delta
         if self._better(value, self.best_score + delta):
             if self.verbose:
@@ -161,31 +184,33 @@ class EarlyStopping(PluginCallback):
                     f"to {value:.6g}.",
                 )
             self.best_score, self.wait_count = value, 0
-            return ""
+            return _CONTINUE
         self.wait_count += 1
         return self._out_of_patience()
 
-    def _beyond_limits(self, value: float) -> str:
-        if self.check_finite and not math.isfinite(value):
-            return f"{self.monitor} = {value} is not finite."
-        if self.stopping_threshold is not None and self._better(value, self.stopping_threshold):
-            return (
-                f"{self.monitor} = {value:.6g} is better than "
-                f"stopping_threshold={self.stopping_threshold}."
-            )
-        if self.divergence_threshold is not None and self._better(self.divergence_threshold, value):
-            return (
-                f"{self.monitor} = {value:.6g} is worse than "
-                f"divergence_threshold={self.divergence_threshold}."
-            )
-        return ""
+    def _limits_or_patience(self, value: float) -> _Verdict:
+        verdict = self._beyond_limits(value)
+        return verdict if verdict != _CONTINUE else self._out_of_patience()
 
-    def _out_of_patience(self) -> str:
+    def _beyond_limits(self, value: float) -> _Verdict:
+        if self.check_finite and not math.isfinite(value):
+            return EarlyStoppingReason.NON_FINITE_METRIC, f"{self.monitor} = {value} is not finite."
+        best, worst = self.stopping_threshold, self.divergence_threshold
+        if best is not None and self._better(value, best):
+            message = f"{self.monitor} = {value:.6g} is better than stopping_threshold={best}."
+            return EarlyStoppingReason.STOPPING_THRESHOLD, message
+        if worst is not None and self._better(worst, value):
+            message = f"{self.monitor} = {value:.6g} is worse than divergence_threshold={worst}."
+            return EarlyStoppingReason.DIVERGENCE_THRESHOLD, message
+        return _CONTINUE
+
+    def _out_of_patience(self) -> _Verdict:
         if self.wait_count < max(self.patience, 1):
-            return ""
+            return _CONTINUE
         return (
+            EarlyStoppingReason.PATIENCE_EXHAUSTED,
             f"{self.monitor} was not better than {self.best_score:.6g} "
-            f"for {self.wait_count} checks."
+            f"for {self.wait_count} checks.",
         )
 
     def _better(self, a: float, b: float) -> bool:

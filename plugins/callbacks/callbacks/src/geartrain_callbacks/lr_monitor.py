@@ -12,6 +12,9 @@ from torch.optim import Optimizer
 from geartrain import Run, UsageError, hookimpl
 from geartrain_callbacks.callback import PluginCallback
 
+#: The ends of the names of other values than rates.
+_MOMENTUM, _WEIGHT_DECAY = "-momentum", "-weight_decay"
+
 
 class LearningRateMonitor(PluginCallback):
     """Log each optimizer's learning rate under PyTorch Lightning's names.
@@ -27,6 +30,11 @@ class LearningRateMonitor(PluginCallback):
             every ``log_every_n_steps``.
         log_momentum: also log ``NAME-momentum``: ``momentum``, or the first of ``betas``, or 0.
         log_weight_decay: also log ``NAME-weight_decay``.
+
+    Attributes:
+        lrs: name -> the rates logged in this fit, in order. A rate that is a tensor stays one.
+        last_momentum_values: name -> the newest momentum.
+        last_weight_decay_values: name -> the newest weight decay.
 
     Raises:
         UsageError: the interval is wrong, or two parameter groups have the same name.
@@ -49,9 +57,14 @@ class LearningRateMonitor(PluginCallback):
         self.log_weight_decay = log_weight_decay
         self._named: list[tuple[str, Optimizer, str]] = []
         self._ahead: dict[str, Any] = {}
+        self.lrs: dict[str, list[Any]] = {}
+        self.last_momentum_values: dict[str, Any] = {}
+        self.last_weight_decay_values: dict[str, Any] = {}
 
     @hookimpl
     def on_run_start(self, run: Run) -> None:
+        if run.command == "fit":
+            self.lrs, self.last_momentum_values, self.last_weight_decay_values = {}, {}, {}
         self._named = list(_named(run))
         # Check both intervals before training starts: names must be unique.
         for interval in ("epoch", "step"):
@@ -59,19 +72,27 @@ class LearningRateMonitor(PluginCallback):
 
     @hookimpl
     def on_epoch_start(self, run: Run) -> None:
-        for name, value in self._values("epoch").items():
-            run.log(name, value, on_step=False, on_epoch=True, batch_size=1)
+        self._log(run, self._values("epoch"), on_step=False)
         self._ahead = self._values("step")
 
     @hookimpl
     def on_step_end(self, run: Run) -> None:
         every = run.plan.options.log_every_n_steps
         if run.step % every == 0:
-            for name, value in self._ahead.items():
-                run.log(name, value, on_step=True, on_epoch=False, batch_size=1)
+            self._log(run, self._ahead, on_step=True)
         if (run.step + 1) % every == 0:
             # The schedulers have stepped, so these are the rates of the next step.
             self._ahead = self._values("step")
+
+    def _log(self, run: Run, values: dict[str, Any], on_step: bool) -> None:
+        for name, value in values.items():
+            run.log(name, value, on_step=on_step, on_epoch=not on_step, batch_size=1)
+            if name.endswith(_MOMENTUM):
+                self.last_momentum_values[name] = value
+            elif name.endswith(_WEIGHT_DECAY):
+                self.last_weight_decay_values[name] = value
+            else:
+                self.lrs.setdefault(name, []).append(value)
 
     def _values(self, interval: str) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -89,11 +110,11 @@ class LearningRateMonitor(PluginCallback):
                     )
                 found[name] = _now(group.get("lr", 0.0))
                 if self.log_momentum:
-                    found[f"{name}-momentum"] = _now(
+                    found[name + _MOMENTUM] = _now(
                         group["betas"][0] if "betas" in group else group.get("momentum", 0.0)
                     )
                 if self.log_weight_decay:
-                    found[f"{name}-weight_decay"] = _now(group.get("weight_decay", 0.0))
+                    found[name + _WEIGHT_DECAY] = _now(group.get("weight_decay", 0.0))
         return found
 
 

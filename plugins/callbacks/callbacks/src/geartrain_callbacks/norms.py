@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -81,3 +82,36 @@ def norms_of(tensors: Sequence[torch.Tensor], order: float = 2.0) -> torch.Tenso
     dense = [t.coalesce().values() if t.is_sparse else t for t in tensors]
     found = torch._foreach_norm(dense, order)
     return torch.stack([norm.to(found[0].device, torch.float32) for norm in found])
+
+
+def grad_norm(
+    module: torch.nn.Module, norm_type: float | str, group_separator: str = "/"
+) -> dict[str, torch.Tensor]:
+    """Return the norm of each parameter's gradient, and their total.
+
+    Call it in ``on_before_optimizer_step`` and log the result:
+    ``self.log_dict(grad_norm(self, norm_type=2))``. The names are ``grad_2.0_norm/NAME`` and
+    ``grad_2.0_norm_total``; parameters without a gradient are left out.
+
+    Args:
+        norm_type: the order of the norm, above 0; ``"inf"`` is the largest absolute value.
+        group_separator: text between ``grad_2.0_norm`` and the parameter's name.
+
+    Raises:
+        UsageError: the order is not a number above 0.
+    """
+    try:
+        order = float(norm_type)
+    except (TypeError, ValueError):
+        order = math.nan
+    if not order > 0:
+        raise UsageError(
+            f"grad_norm: norm_type={norm_type!r} must be above 0. Fix: 2, another number, or 'inf'"
+        )
+    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    if not gradients:
+        return {}
+    norms = norms_of(list(gradients.values()), order)
+    names = [f"grad_{order}_norm{group_separator}{name}" for name in gradients]
+    found = dict(zip(names, norms.unbind(), strict=True))
+    return {**found, f"grad_{order}_norm_total": torch.linalg.vector_norm(norms, order)}

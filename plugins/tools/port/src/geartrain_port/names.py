@@ -37,6 +37,7 @@ TARGETS = {
     ("fabric", "Fabric"): "geartrain:Fabric",
     ("utilities", "seed_everything"): "geartrain:seed_everything",
     ("utilities", "CombinedLoader"): "geartrain:CombinedLoader",
+    ("utilities", "grad_norm"): "geartrain.callbacks:grad_norm",
     ("trainer", "CombinedLoader"): "geartrain:CombinedLoader",
     ("accelerators", "find_usable_cuda_devices"): "geartrain.accelerators:find_usable_cuda_devices",
     ("callbacks", "Callback"): "geartrain.callbacks:Callback",
@@ -52,6 +53,7 @@ TARGETS = {
         )
     },
     ("callbacks", "EarlyStopping"): "geartrain.callbacks:EarlyStopping",
+    ("callbacks", "EarlyStoppingReason"): "geartrain.callbacks:EarlyStoppingReason",
     ("callbacks", "ModelCheckpoint"): "geartrain.callbacks:ModelCheckpoint",
     ("callbacks", "LearningRateMonitor"): "geartrain.callbacks:LearningRateMonitor",
     ("callbacks", "ModelSummary"): "geartrain.callbacks:ModelSummary",
