@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import geartrain as gt
 from geartrain import CombinedLoader, TrainingError, UsageError, hookimpl
 from geartrain.callbacks import ModelCheckpoint
-from geartrain.testing import run_plugin
+from geartrain.testing import ThreadRanks, run_plugin
 
 
 def of(*numbers, **options):
@@ -45,8 +45,8 @@ class Sees(gt.Module):
         return torch.optim.SGD(self.parameters(), 0.01)
 
 
-def seen(data, **options):
-    module = Sees()
+def seen(data, module=None, **options):
+    module = Sees() if module is None else module
     return fit(module, data, **options), module.seen
 
 
@@ -135,12 +135,139 @@ def test_a_sequential_one_is_evaluated_as_its_list():
     assert trainer().test(net, CombinedLoader(loaders, "sequential")) == expected
 
 
-def test_other_modes_are_refused_in_evaluation():
+class Pairs(EvalNet):
+    """A net that notes the batches that it validates and tests, and logs their sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def validation_step(self, batch, batch_idx):
+        self.seen.append(plain(batch))
+        self.log("sum", float(sum(filter(None, self.seen[-1].values()))), batch_size=1)
+
+    test_step = validation_step
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("min_size", [(1, 5), (2, 6)]),
+        ("max_size", [(1, 5), (2, 6), (None, 7)]),
+        ("max_size_cycle", [(1, 5), (2, 6), (1, 7)]),
+    ],
+)
+@pytest.mark.parametrize("command", ["validate", "test", "fit"])
+def test_other_modes_evaluate_combined_batches(mode, expected, command):
+    data, net = CombinedLoader({"a": of(1, 2), "b": of(5, 6, 7)}, mode), Pairs()
+    one = trainer(num_sanity_val_steps=1)
+    if command == "fit":
+        one.fit(net, loader(), data)
+        assert net.seen.pop(0) == {"a": 1, "b": 5}  # the sanity check
+    else:
+        getattr(one, command)(net, data)
+    assert net.seen == [{"a": a, "b": b} for a, b in expected]
+    sums = [(a or 0) + b for a, b in expected]
+    assert one.callback_metrics["sum"] == pytest.approx(sum(sums) / len(sums))
+
+
+def test_a_limit_and_a_list_in_evaluation():
+    class Notes(EvalNet):
+        seen = ()
+
+        def test_step(self, batch, batch_idx, dataloader_idx):
+            self.seen = (*self.seen, (dataloader_idx, plain(batch)))
+
+    net, of_two = Notes(), CombinedLoader([of(1, 2, 3), of(4, 5, 6)])
+    trainer(limit_test_batches=2).test(net, [of_two, of(7)])
+    assert net.seen == ((0, [1, 4]), (0, [2, 5]), (1, 7))
+    net = Notes()
+    trainer().test(net, [CombinedLoader([of(1), of(2)], "sequential"), of(7)])
+    assert net.seen == ((0, 1), (1, 2), (2, 7))
+
+
+def test_prediction_refuses_other_modes_than_sequential():
     data = CombinedLoader([loader(), loader()])
-    with pytest.raises(UsageError, match=r"to test has mode='min_size'.*Fix: use mode="):
-        trainer().test(EvalNet(), data)
-    with pytest.raises(UsageError, match="to validate has mode='min_size'"):
-        fit(EvalNet(), loader(), data)
+    with pytest.raises(UsageError, match=r"to predict has mode='min_size'.*Fix: use 'sequential'"):
+        trainer().predict(EvalNet(), data)
+    with pytest.raises(UsageError, match=r"to predict has mode='min_size'"):
+        trainer().predict(EvalNet(), [data, loader()])
+
+
+# --- nested ---------------------------------------------------------------------------------------
+
+
+def nested():
+    inner = CombinedLoader([of(1, 2), of(3, 4, 5)], "max_size")
+    return {"a": [of(6), {"c": of(7, 8)}], "b": inner}
+
+
+@pytest.mark.parametrize("make", [dict, lambda data: CombinedLoader(data, "max_size_cycle")])
+def test_a_batch_has_the_shape_of_nested_loaders(make):
+    _, batches = seen(make(nested()), module=Nested())
+    assert batches == [
+        {"a": [6, {"c": 7}], "b": [1, 3]},
+        {"a": [6, {"c": 8}], "b": [2, 4]},
+        {"a": [6, {"c": 7}], "b": [None, 5]},
+    ]
+
+
+class Nested(Sees):
+    def training_step(self, batch, batch_idx):
+        self.seen.append(plain(batch))
+        return (self.weight * batch["b"][1]).sum() / 100
+
+
+def test_nested_loaders_are_evaluated_one_after_the_other():
+    class Notes(EvalNet):
+        seen = ()
+
+        def test_step(self, batch, batch_idx, dataloader_idx):
+            self.seen = (*self.seen, (dataloader_idx, plain(batch)))
+
+    inner = CombinedLoader([of(1), of(2)], "sequential")
+    for data in ({"a": [of(6)], "b": inner}, CombinedLoader({"a": [of(6)], "b": inner}, MODE)):
+        net = Notes()
+        trainer().test(net, data)
+        assert net.seen == ((0, 6), (1, 1), (2, 2))
+
+
+MODE = "sequential"
+
+
+def test_a_list_of_batches_is_a_loader():
+    batches = [(torch.ones(1), torch.ones(1))] * 3
+    combined = CombinedLoader({"a": batches, "b": [torch.ones(1)] * 2})
+    assert list(combined.named) == ["['a']", "['b']"]
+    assert [len(batch["a"]) for batch in combined] == [2, 2]
+
+
+def test_each_nested_loader_is_sharded_and_its_workers_end():
+    data = nested()
+    data["b"] = CombinedLoader(
+        [of(1, 2, num_workers=1, persistent_workers=True), of(3, 4)], "min_size"
+    )
+    results = run_plugin(module=Nested(), data=data, seed=1)
+    found = [[batch["b"] for batch in result.module.seen] for result in results]
+    assert found == [[[1, 3]], [[2, 4]]]
+    assert data["b"].loaders[0]._iterator is None
+
+
+def test_nested_loaders_resume_bit_for_bit(tmp_path):
+    def go(folder, path=None):
+        module = Nested()
+        inner = CombinedLoader([shuffled(2), shuffled(5)], "max_size_cycle")
+        data = {"a": [shuffled(3), {"c": shuffled(8)}], "b": inner}
+        every = ModelCheckpoint(
+            dirpath=tmp_path / folder, filename="{step}", every_n_train_steps=1, save_top_k=-1
+        )
+        trainer(seed=1, max_epochs=2, callbacks=[every]).fit(module, data, ckpt_path=path)
+        return module
+
+    whole = go("whole")
+    rest = go("rest", tmp_path / "whole" / "step=11.ckpt")
+    assert rest.seen == whole.seen[11:]
+    assert torch.equal(rest.weight, whole.weight)
 
 
 # --- mistakes -------------------------------------------------------------------------------------
@@ -153,12 +280,12 @@ SAME = of(1)
     [
         ({}, "dict to train holds nothing in place of loaders"),
         ({"a": of(1), "b": 3}, "holds int in place of loaders"),
-        ({"a": of(1), "b": {"c": of(1)}}, r"\['b'\] holds loaders itself"),
-        ([of(1), [of(1)]], r"\[1\] holds loaders itself"),
+        ({"a": SAME, "b": {"c": SAME}}, r"\['b'\]\['c'\] is the loader of \['a'\] again"),
+        ([SAME, CombinedLoader([of(1), SAME])], r"\[1\] is the loader of \[0\] again"),
         ([of(1)], "a list of one loader .* Fix: give the loader itself"),
         ({"a": SAME, "b": SAME}, r"\['b'\] is the loader of \['a'\] again.*Fix: make another"),
         ({"a": of(1), "b": (x for x in of(1))}, r"\['b'\] is a generator, .* only once"),
-        ([of(1), CombinedLoader([of(1), of(2)])], "list to train holds a CombinedLoader"),
+        ([of(1), CombinedLoader([of(1), of(2)], "sequential")], "has mode='sequential' in a Comb"),
     ],
 )
 def test_wrong_loaders_are_refused_before_anything_starts(data, words):
@@ -179,6 +306,8 @@ def test_wrong_loaders_are_refused_before_anything_starts(data, words):
         (({},), "got an empty dict. Fix: give a dict or list of DataLoaders"),
         ((of(1),), "got DataLoader"),
         (({"a": "text"},), r"\['a'\] is a str, which is not a loader"),
+        (({"a": [of(1), 3]},), r"\['a'\]\[1\] is a int, which is not a loader"),
+        (({"a": {"b": 3}},), r"\['a'\] is a dict, which is not a loader"),
     ],
 )
 def test_a_wrong_combined_loader_is_refused(arguments, words):
@@ -297,6 +426,35 @@ def test_each_loader_is_sharded():
     batches = [result.module.seen for result in results]
     assert [[batch["a"] for batch in one] for one in batches] == [[1, 3], [2, 4]]
     assert [[batch["b"] for batch in one] for one in batches] == [[5, 5], [6, 6]]
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("min_size", [[(1, 4)], [(2, 5)]]),
+        ("max_size", [[(1, 4), (3, 6), (None, 8)], [(2, 5), (None, 7)]]),
+    ],
+)
+def test_ranks_evaluate_the_batches_of_one_process(mode, expected):
+    short = of(1, 2) if mode == "min_size" else of(1, 2, 3)
+    data, net = CombinedLoader({"a": short, "b": of(4, 5, 6, 7, 8)}, mode), Pairs()
+    alone = trainer()
+    alone.validate(net, data)
+    assert len(net.seen) == sum(map(len, expected))
+    strategy = ThreadRanks(2)
+    one = trainer(strategy=strategy)
+    one.validate(Pairs(), data)
+    for run, batches in zip(strategy.runs, expected, strict=True):
+        assert run.module.seen[: len(batches)] == [{"a": a, "b": b} for a, b in batches]
+
+
+def test_a_rank_without_a_part_to_evaluate_is_an_error_and_never_counts_a_batch_twice():
+    data = {"a": of(1), "b": of(2, 3, 4)}
+    one = trainer(strategy=ThreadRanks(2))
+    one.validate(Pairs(), CombinedLoader(data, "min_size"))
+    assert one.callback_metrics["sum"] == 3
+    with pytest.raises(TrainingError, match=r"\['a'\] has fewer batches .* Fix: fewer devices"):
+        trainer(strategy=ThreadRanks(2)).validate(Pairs(), CombinedLoader(data, "max_size"))
 
 
 def test_ranks_with_other_lengths_end_together():

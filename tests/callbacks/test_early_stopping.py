@@ -69,11 +69,11 @@ def test_training_ends_after_the_right_epoch(values, options, epochs, reason, ca
     ],
 )
 def test_the_reason_is_a_value_to_compare(values, options, reason):
-    callback, trainer = run_on(values, **options)
+    callback, _ = run_on(values, **options)
     assert callback.stopping_reason is EarlyStoppingReason[reason]
     module = Logging(validate=lambda self, *_: self.log("metric", -1000.0))
     callback.divergence_threshold = callback.stopping_threshold = None
-    trainer.fit(module, loader(), loader())  # the next fit has a new one
+    fit(module, val=loader(), plugins=[callback])  # the next fit has a new one
     assert callback.stopping_reason is EarlyStoppingReason.NOT_STOPPED
     assert callback.stopping_reason_message is None
 

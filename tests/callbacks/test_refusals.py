@@ -12,6 +12,7 @@ from geartrain.callbacks import (
     BackboneFinetuning,
     BasePredictionWriter,
     EarlyStopping,
+    EMAWeightAveraging,
     GradientAccumulationScheduler,
     LambdaCallback,
     LearningRateMonitor,
@@ -22,7 +23,9 @@ from geartrain.callbacks import (
     PredictionWriter,
     StochasticWeightAveraging,
     Throughput,
+    ThroughputMonitor,
     Timer,
+    WeightAveraging,
 )
 
 SWA = StochasticWeightAveraging
@@ -43,6 +46,13 @@ PER_STEPS = {"every_n_train_steps": 2}
         (EarlyStopping, {"monitor": "metric", "patience": 1.5}, "patience"),
         (EarlyStopping, {"monitor": "metric", "min_delta": -0.1}, "min_delta"),
         (EMA, {"decay": 1.1}, "decay"),
+        (EMAWeightAveraging, {"decay": True}, "decay=True must lie between"),
+        (EMAWeightAveraging, {"update_every_n_steps": 0}, "update_every_n_steps=0 .*least 1"),
+        (EMAWeightAveraging, {"update_every_n_steps": None}, "update_every_n_steps=None"),
+        (EMAWeightAveraging, {"update_starting_at_step": -1}, "update_starting_at_step=-1"),
+        (EMAWeightAveraging, {"update_starting_at_epoch": 1.5}, "update_starting_at_epoch=1.5"),
+        (WeightAveraging, {"device": "gpu7"}, "device='gpu7' is unknown. Fix: leave it out"),
+        (WeightAveraging, {"avg_fn": print, "multi_avg_fn": print}, "both given. Fix: leave one"),
         (EMA, {"decay": -0.1}, "decay"),
         (EMA, {"every": 0}, "every"),
         (EMA, {"start_step": -1}, "start_step"),
@@ -93,6 +103,10 @@ PER_STEPS = {"every_n_train_steps": 2}
         (Throughput, {"tokens": "many"}, "tokens"),
         (Throughput, {"tokens": True}, "tokens"),
         (Throughput, {"peak_flops": 0}, "peak_flops"),
+        (ThroughputMonitor, {"batch_size_fn": 4}, "batch_size_fn=4 is not a function. Fix: a fun"),
+        (ThroughputMonitor, {"batch_size_fn": len, "length_fn": 8}, "length_fn=8 is not a fun"),
+        (ThroughputMonitor, {"batch_size_fn": len, "window_size": 0}, "window_size=0 must be"),
+        (ThroughputMonitor, {"batch_size_fn": len, "available_flops": 0}, "available_flops=0"),
         (Timer, {"duration": 1, "interval": "batch"}, "'step' or 'epoch'"),
         *(
             (Timer, {"duration": wrong}, DURATION)

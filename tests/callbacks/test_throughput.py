@@ -7,7 +7,7 @@ import torch
 from small_models import EvalNet, Loggers, Net, Pretend, assert_equal, fit, loader
 
 from geartrain import hookimpl
-from geartrain.callbacks import Throughput
+from geartrain.callbacks import Throughput, ThroughputMonitor
 from geartrain_callbacks.throughput import _known_peak
 
 #: Floating-point operations of one sample in Net: 2 per weight in forward, 4 in backward, less for
@@ -128,3 +128,65 @@ def test_training_is_not_changed(clock):
     fit(plain)
     lines(clock, module=module)
     assert_equal(plain, module)
+
+
+# --- Lightning's ThroughputMonitor ----------------------------------------------------------------
+
+
+def monitored(clock, module=None, options=None, **of_trainer):
+    loggers = Loggers()
+    plugin = ThroughputMonitor(lambda batch: len(batch[0]), **(options or {}))
+    of_trainer = {"log_every_n_steps": 2, **of_trainer}
+    fit(module, plugins=[clock.ticks, loggers], callbacks=[plugin], **of_trainer)
+    return [(step, metrics) for step, metrics in loggers.lines if "val_loss" not in metrics]
+
+
+def test_monitor_logs_lightnings_names(clock):
+    module = Net()
+    module.flops_per_batch = 100
+    options = {"length_fn": lambda batch: batch[0].numel(), "available_flops": 400}
+    assert monitored(clock, module, options)[0] == (
+        4,
+        {
+            "train/time": 2.0,
+            "train/batches": 4,
+            "train/samples": 16,
+            "train/lengths": 48,
+            "train/device/batches_per_sec": 2,
+            "train/device/samples_per_sec": 8,
+            "train/device/items_per_sec": 24,
+            "train/device/flops_per_sec": 200,
+            "train/device/mfu": 0.5,
+        },
+    )
+
+
+def test_monitor_without_options_and_with_a_separator(clock):
+    options = {"separator": "|"}
+    names = {"time", "batches", "samples", "device|batches_per_sec", "device|samples_per_sec"}
+    assert set(monitored(clock, options=options)[0][1]) == {f"train|{name}" for name in names}
+
+
+def test_monitor_of_several_processes(clock):
+    metrics = monitored(clock, strategy=Pretend(), devices=2)[0][1]
+    assert metrics["train/device/samples_per_sec"] == 8
+    assert metrics["train/samples_per_sec"] == 16
+
+
+@pytest.mark.parametrize(("window", "expected"), [(1, [8, 4]), (2, [8, 4]), (4, [8, 5.333333])])
+def test_monitors_window(clock, window, expected):
+    class Slows(Net):
+        def training_step(self, batch, batch_idx):
+            clock.now += 0.5 * (batch_idx > 3)
+            return super().training_step(batch, batch_idx)
+
+    found = monitored(clock, Slows(), {"window_size": window})
+    speeds = [metrics["train/device/samples_per_sec"] for _, metrics in found]
+    assert speeds == pytest.approx(expected)
+
+
+def test_monitor_leaves_validation_out(clock):
+    options = {"max_epochs": 2, "val_check_interval": 3, "num_sanity_val_steps": 2}
+    found = monitored(clock, EvalNet(), val=loader(), **options)
+    assert {metrics["train/device/samples_per_sec"] for _, metrics in found} == {8}
+    assert found[-1][1]["train/time"] == 6.0

@@ -78,10 +78,7 @@ def test_lines_that_cannot_be_ported_are_named(folder, command):
         place, _, what = line.partition(": ")
         named.setdefault(lines[int(place.split(":")[1]) - 1].strip(), []).append(what)
     wanted = {
-        "from pytorch_lightning.callbacks import WeightAveraging, Timer": [
-            "WeightAveraging",
-            "EMA",
-        ],
+        "from pytorch_lightning.callbacks import LearningRateFinder, Timer": ["geartrain tune lr"],
         "from pytorch_lightning.utilities import rank_zero_only": ["trainer.is_global_zero"],
         "parser = Trainer.add_argparse_args(None)": ["gt.cli"],
         "def training_step(self, batch, batch_idx, optimizer_idx):": ["manual optimisation"],
@@ -304,11 +301,10 @@ def f():
     return gt.Trainer()
 
 import pytorch_lightning as pl
-pl.callbacks.DeviceStatsMonitor()
+pl.callbacks.DeviceStatsMonitor(True)
 ->
 import geartrain as gt
-from geartrain_monitor.device_stats import DeviceStats
-DeviceStats()
+gt.callbacks.DeviceStatsMonitor(cpu_stats=True)
 """),
     # Calls.
     **_cases("""
@@ -336,11 +332,17 @@ MLFlowLogger(experiment_name='e', tracking_uri=u)
 from geartrain.loggers import MLflow
 MLflow(experiment='e', tracking_uri=u)
 
-from pytorch_lightning.callbacks import EMAWeightAveraging
-EMAWeightAveraging(decay=0.9, update_every_n_steps=2)
+from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
+EMAWeightAveraging('cpu', decay=0.9, update_every_n_steps=2)
 ->
-from geartrain.callbacks import EMA
-EMA(decay=0.9, every=2)
+from geartrain.callbacks import EMAWeightAveraging, WeightAveraging
+EMAWeightAveraging('cpu', decay=0.9, update_every_n_steps=2)
+
+from lightning.pytorch.callbacks import ThroughputMonitor
+ThroughputMonitor(len, world_size=2, window_size=5)
+->
+from geartrain.callbacks import ThroughputMonitor
+ThroughputMonitor(len, window_size=5)
 
 import lightning as L
 t = L.Trainer(callbacks=[ModelCheckpoint()])

@@ -13,7 +13,7 @@ from several_ranks import command
 from torch.utils.data import DataLoader
 
 import geartrain as gt
-from geartrain import hookimpl
+from geartrain import callbacks, hookimpl
 from geartrain_monitor.device_stats import DeviceStats, monitor
 
 from .cases import CPU, Chip, FakeGpu, Logger, Net, Until, sampling, trainer
@@ -54,6 +54,44 @@ def test_chosen_by_name_its_figures_are_in_the_runs_folder(tmp_path):
 def test_an_interval_that_is_not_a_time_is_refused(interval):
     with pytest.raises(gt.UsageError, match=r"device_stats\].*interval.*Fix"):
         DeviceStats(interval)
+
+
+@pytest.mark.parametrize("cpu_stats", ["yes", 2, []])
+def test_cpu_stats_that_are_no_choice_are_refused(cpu_stats):
+    with pytest.raises(gt.UsageError, match=r"cpu_stats=.*Fix: True, False or None"):
+        DeviceStats(cpu_stats=cpu_stats)
+
+
+class Figures:
+    """A logger that keeps the names of all figures."""
+
+    def __init__(self):
+        self.names = set()
+
+    @hookimpl
+    def log_metrics(self, metrics):
+        self.names |= set(metrics)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "cpu_stats", "logs"),
+    [
+        ("cpu", True, True),
+        ("cpu", False, False),
+        ("cpu", None, True),
+        (Chip(), None, False),
+        (Chip(), True, True),
+    ],
+)
+def test_cpu_stats(accelerator, cpu_stats, logs):
+    figures, plugin = Figures(), callbacks.DeviceStatsMonitor(cpu_stats=cpu_stats)
+    more = [FakeGpu()] if accelerator == "cpu" else []
+    one = small_models.trainer(
+        accelerator=accelerator, plugins=[plugin, figures, *more], log_every_n_steps=1
+    )
+    one.fit(Net(), [torch.ones(2)] * 3)
+    assert "gpu0_utilization_percent" in figures.names
+    assert ("process_rss_mib" in figures.names) == logs
 
 
 # --- logged samples -------------------------------------------------------------------------------

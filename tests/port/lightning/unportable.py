@@ -5,7 +5,7 @@
 
 import pytorch_lightning as pl
 from pytorch_lightning import Trainer
-from pytorch_lightning.callbacks import WeightAveraging, Timer
+from pytorch_lightning.callbacks import LearningRateFinder, Timer
 from pytorch_lightning.utilities import rank_zero_only
 
 parser = Trainer.add_argparse_args(None)

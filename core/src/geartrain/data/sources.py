@@ -86,8 +86,7 @@ def read_loaders(given: Any, stage: str) -> list[Iterable[Any]]:
         UsageError: it holds no loaders; or it cannot be iterated.
     """
     if hasattr(given, "loaders_for"):  # a CombinedLoader, or an object like it
-        combined: list[Iterable[Any]] = given.loaders_for(stage)
-        return combined
+        return _in_turn(given, stage)
     found = list(_leaves(given))
     loaders = [item for item in found if is_loader(item)]
     kind, is_list = type(given).__name__, isinstance(given, list | tuple)
@@ -103,10 +102,8 @@ def read_loaders(given: Any, stage: str) -> list[Iterable[Any]]:
             raise UsageError(f"{message} in place of loaders. Fix: give loaders alone in it")
     elif not is_list or not found or len(loaders) < len(found):
         return [given]
-    if any(hasattr(item, "loaders_for") for item in found):
-        raise UsageError(f"a {kind} to {stage} holds a CombinedLoader. Fix: give it alone")
     if stage != "train" or not isinstance(given, Mapping | list | tuple):
-        return loaders
+        return [loader for item in loaders for loader in _in_turn(item, stage)]
     if is_list and len(given) == 1:
         message = f"a {kind} of one loader is given to train on"
         raise UsageError(f"{message}. Fix: give the loader itself, or a dict for batches in a dict")
@@ -114,9 +111,12 @@ def read_loaders(given: Any, stage: str) -> list[Iterable[Any]]:
     return [callbacks.CombinedLoader(given, "max_size_cycle")]
 
 
+def _in_turn(loader: Any, stage: str) -> list[Any]:
+    return loader.loaders_for(stage) if hasattr(loader, "loaders_for") else [loader]
+
+
 def _shown(thing: Any) -> str:
-    text = repr(thing)
-    return text if len(text) < 60 else f"a {type(thing).__name__}"
+    return text if len(text := repr(thing)) < 60 else f"a {type(thing).__name__}"
 
 
 def _leaves(thing: Any) -> Iterator[Any]:

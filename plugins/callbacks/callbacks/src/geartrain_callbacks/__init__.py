@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from geartrain_callbacks.progress_bar import ProgressBar
     from geartrain_callbacks.swa import StochasticWeightAveraging
     from geartrain_callbacks.throughput import Throughput
+    from geartrain_callbacks.throughput_monitor import ThroughputMonitor
     from geartrain_callbacks.timer import Timer
+    from geartrain_callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
 
 __all__ = [
     "EMA",
@@ -40,6 +42,7 @@ __all__ = [
     "BasePredictionWriter",
     "Callback",
     "CombinedLoader",
+    "EMAWeightAveraging",
     "EarlyStopping",
     "EarlyStoppingReason",
     "GradientAccumulationScheduler",
@@ -58,8 +61,10 @@ __all__ = [
     "StochasticWeightAveraging",
     "Table",
     "Throughput",
+    "ThroughputMonitor",
     "Timer",
     "TruePrecision",
+    "WeightAveraging",
     "grad_norm",
 ]
 
@@ -83,7 +88,9 @@ _NAMES = {
     "progress_bar": "ProgressBar",
     "swa": "StochasticWeightAveraging",
     "throughput": "Throughput",
+    "throughput_monitor": "ThroughputMonitor",
     "timer": "Timer",
+    "weight_averaging": "EMAWeightAveraging WeightAveraging",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
@@ -93,8 +100,14 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         globals()[name] = getattr(import_module(f"geartrain_callbacks.{_HOMES[name]}"), name)
         return globals()[name]
-    from geartrain.plugin_api import write_instead
+    from geartrain import UsageError
+    from geartrain.plugin_api import Registry, write_instead
 
+    if name == "DeviceStatsMonitor":  # of geartrain-monitor
+        try:
+            return (registry := Registry()).load(registry.find("plugin", "device_stats"))
+        except UsageError as error:
+            raise ImportError(str(error), name=__name__) from error
     if not name.startswith("_") and (answer := write_instead("geartrain.callbacks", name)):
         # An ImportError, because "from ... import NAME" would replace an AttributeError's text.
         raise ImportError(f"geartrain.callbacks has no {name!r}{answer}", name=__name__)

@@ -45,6 +45,9 @@ class EMA(PluginCallback):
     same_on_all_ranks = True
     #: The plugin's name, for messages.
     _name = "ema"
+    #: Whether floating-point buffers are averaged, and where; ``None``: on the weights' device.
+    _use_buffers: bool = True
+    _device: torch.device | None = None
 
     def __init__(
         self, decay: float = 0.999, every: int = 1, start_step: int = 0, validate: bool = True
@@ -72,11 +75,14 @@ class EMA(PluginCallback):
     def on_run_start(self, run: Run) -> None:
         if run.command != "fit":
             return
-        tensors = [*run.module.named_parameters(), *run.module.named_buffers()]
+        tensors: list[tuple[str, torch.Tensor]] = [*run.module.named_parameters()]
+        tensors += run.module.named_buffers() if self._use_buffers else ()
         kept = {name: t.detach() for name, t in tensors if t.is_floating_point()}
         self._names, self._weights, self._trained = list(kept), list(kept.values()), None
         self._average = [
-            t.to(torch.float32, copy=True) if t.element_size() < 4 else t.clone()
+            t.to(
+                self._device or t.device, torch.float32 if t.element_size() < 4 else None, copy=True
+            )
             for t in self._weights
         ]
         if self._loaded is None:

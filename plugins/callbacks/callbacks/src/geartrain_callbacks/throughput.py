@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -76,10 +77,15 @@ class Throughput(PluginCallback):
             raise UsageError(f"throughput: peak_flops={peak_flops!r} must be above 0.")
         self.tokens, self.flops, self.peak_flops = tokens, flops, peak_flops
 
+    #: Batches over which speeds are measured, if they are more than those of one flush.
+    _window = 0
+
     @hookimpl
     def on_run_start(self, run: Run) -> None:
-        #: Batches, samples and tokens since the last flush.
+        #: Batches, samples and tokens of this run.
         self._done = [0, 0, 0]
+        #: The time and ``_done`` of the last flushes.
+        self._points: deque[tuple[float, int, int, int]] = deque()
         self._sizer = (
             BatchSizer(run.stages["train"].loaders[0], run.world.rank == 0)
             if run.stages["train"].loaders
@@ -87,8 +93,8 @@ class Throughput(PluginCallback):
         )
         #: Floating-point operations of one sample.
         self._per_sample: float | None = None
-        self._since: float | None = None
-        self._paused = 0.0
+        #: Seconds of finished validations, and the start of the running one.
+        self._pauses, self._paused = 0.0, 0.0
         self._counts = self.flops and run.plan.layout.devices_per_process == 1
         self._peak = self.peak_flops or _known_peak(run)
 
@@ -102,7 +108,7 @@ class Throughput(PluginCallback):
         else:
             with counter:
                 yield
-        samples = sum(self._sizer.size(batch) or 0 for batch in micro_batches)
+        samples = sum(map(self._size, micro_batches))
         self._done[0] += len(micro_batches)
         self._done[1] += samples
         if callable(self.tokens):
@@ -117,41 +123,49 @@ class Throughput(PluginCallback):
         if run.step % run.plan.options.log_every_n_steps:
             return
         _wait(run.device)  # the flush, which is next, waits for the device anyway
-        current = time.perf_counter()
-        if self._since is not None and current > self._since:
-            self._log(run, current - self._since)
-        self._since, self._done = current, [0, 0, 0]
+        self._points.append((self._now(), *self._done))
+        while len(self._points) > 2 and self._done[0] - self._points[0][1] > self._window:
+            self._points.popleft()
+        seconds = self._points[-1][0] - self._points[0][0]
+        if seconds > 0:
+            self._log(run, seconds)
+
+    def _size(self, batch: Any) -> int:
+        return self._sizer.size(batch) or 0
+
+    def _now(self) -> float:
+        """Return the time without that of validations."""
+        return time.perf_counter() - self._pauses
 
     @hookimpl(specname="on_validation_start")
     def _on_validation_start(self, run: Run) -> None:
-        if self._since is not None:
-            _wait(run.device)  # finish the training steps before validation is timed
-            self._paused = time.perf_counter()
+        _wait(run.device)  # finish the training steps before validation is timed
+        self._paused = time.perf_counter()
 
     @hookimpl(specname="on_validation_end")
     def _on_validation_end(self) -> None:
-        if self._since is not None:
-            self._since += time.perf_counter() - self._paused
+        self._pauses += time.perf_counter() - self._paused
+
+    def _per_second(self, seconds: float) -> dict[str, float]:
+        """Return this process's speed."""
+        names = ("batches_per_sec", "samples_per_sec", "tokens_per_sec")
+        first, last = self._points[0][1:], self._points[-1][1:]
+        counts = zip(names, first, last, strict=True)
+        return {name: (after - before) / seconds for name, before, after in counts}
 
     def _log(self, run: Run, seconds: float) -> None:
-        mine = dict(
-            zip(
-                ("batches_per_sec", "samples_per_sec", "tokens_per_sec"),
-                (n / seconds for n in self._done),
-                strict=True,
-            )
-        )
+        speeds = self._per_second(seconds)
         if self._per_sample:
-            mine["flops_per_sec"] = mine["samples_per_sec"] * self._per_sample
+            speeds["flops_per_sec"] = speeds["samples_per_sec"] * self._per_sample
         figures = {}
-        for name, value in mine.items():
+        for name, value in speeds.items():
             if value:
                 figures[f"device/{name}"] = value / (
                     1 if name == "batches_per_sec" else run.plan.layout.devices_per_process
                 )
                 figures[f"global/{name}"] = value * run.world.size
-        if self._peak and "flops_per_sec" in mine:
-            figures["device/mfu"] = mine["flops_per_sec"] / self._peak
+        if self._peak and "flops_per_sec" in speeds:
+            figures["device/mfu"] = speeds["flops_per_sec"] / self._peak
         for name, value in figures.items():
             run.log(name, value, on_step=True, on_epoch=False, batch_size=1)
 

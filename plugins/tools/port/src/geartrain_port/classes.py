@@ -31,15 +31,8 @@ _CLASSES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     ),
     "seed_everything": (("seed", "workers"), {"workers": "", "verbose": ""}),
     "Timer": (("duration", "interval", "verbose"), {"verbose": ""}),
-    "EMAWeightAveraging": (
-        ("device", "use_buffers", "decay"),
-        {"device": "", "update_every_n_steps": "every", "update_starting_at_step": "start_step"},
-    ),
-    "ThroughputMonitor": (
-        ("batch_size_fn", "length_fn"),
-        {"batch_size_fn": "", "length_fn": "tokens"},
-    ),
-    "DeviceStatsMonitor": (("cpu_stats",), {"cpu_stats": ""}),
+    "ThroughputMonitor": (("batch_size_fn", "length_fn"), {"world_size": ""}),
+    "DeviceStatsMonitor": (("cpu_stats",), {}),
     "GPUStatsMonitor": (
         ("memory_utilization", "gpu_utilization"),
         dict.fromkeys(
@@ -66,11 +59,10 @@ _CLASSES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     ),
 }
 #: Classes whose first argument is a different one in geartrain.
-_REORDERED = ("MLFlowLogger", "ModelCheckpoint", "WandbLogger")
+_REORDERED = ("DeviceStatsMonitor", "MLFlowLogger", "ModelCheckpoint", "WandbLogger")
 #: Class -> arguments without a counterpart.
 _LEFT = {
     "StochasticWeightAveraging": ("avg_fn",),
-    "EMAWeightAveraging": ("use_buffers", "update_starting_at_epoch"),
     "ModelCheckpoint": ("save_on_exception", "save_weights_only", "train_time_interval"),
     "WandbLogger": ("version", "id", "experiment", "prefix", "checkpoint_name"),
     "MLFlowLogger": ("save_dir", "prefix", "artifact_location", "run_id"),

@@ -24,13 +24,13 @@ class Monitor:
     ``notes`` after each batch; they are deques, whose ``append`` and ``pop`` need no lock.
     """
 
-    def __init__(self, run: Run, interval: float) -> None:
-        self._run, self._interval = run, interval
+    def __init__(self, run: Run, interval: float, cpu_stats: bool = True) -> None:
+        self._run, self._interval, self._cpu_stats = run, interval, cpu_stats
         #: The newest sample, until it is logged.
         self.figures: deque[dict[str, float]] = deque(maxlen=1)
         #: The message to the user, until it is printed.
         self.notes: deque[str] = deque()
-        #: The CPU's values, once the thread runs.
+        #: The CPU's values, once the thread runs, if they are wanted.
         self.cpu: Cpu | None = None
         self._nodes = Nodes(run)
         self._wake, self._sampled = threading.Event(), threading.Event()
@@ -57,7 +57,7 @@ class Monitor:
 
     def _work(self) -> None:
         try:
-            self.cpu = Cpu()
+            self.cpu = Cpu() if self._cpu_stats else None
             self._nodes.connect()
             while not self._stopping:
                 self._wake.wait(self._interval)
@@ -76,7 +76,7 @@ class Monitor:
     def _take(self) -> None:
         mine = sample(self._run)
         if self._run.world.rank == 0 and not self._sampled.is_set() and mine.keys() <= NAMES:
-            self.notes.append(_only_the_cpu(self._run))
+            self.notes.append(_only_the_cpu(self._run, self._cpu_stats))
         figures = self._nodes.exchange(mine)
         if figures:
             self.figures.append(figures)
@@ -106,11 +106,11 @@ def sample(run: Run) -> dict[str, float]:
     return figures
 
 
-def _only_the_cpu(run: Run) -> str:
+def _only_the_cpu(run: Run, cpu_stats: bool) -> str:
     accelerator = run.plan.accelerator
     asked = accelerator in run.hooks.implementers("device_stats")
     reason = "its device_stats gave none" if asked else "it has no device_stats"
     return (
         f"device_stats: {accelerator.name} ({accelerator.label}) reports no figures ({reason}); "
-        "only the CPU's are logged"
+        + ("only the CPU's are logged" if cpu_stats else "nothing is logged. Fix: cpu_stats=True")
     )

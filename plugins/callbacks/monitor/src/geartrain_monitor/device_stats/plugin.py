@@ -28,19 +28,23 @@ class DeviceStats:
 
     Args:
         interval: seconds between two samples, at least 0.1.
+        cpu_stats: also log the CPU's values and the memory; ``None``: only without another device.
 
     Raises:
-        UsageError: ``interval`` is wrong.
+        UsageError: an option is wrong.
     """
 
-    def __init__(self, interval: float = 5.0) -> None:
+    def __init__(self, interval: float = 5.0, cpu_stats: bool | None = True) -> None:
         number = isinstance(interval, int | float) and not isinstance(interval, bool)
         if not number or not SHORTEST <= interval <= threading.TIMEOUT_MAX:
             raise UsageError(
                 f"geartrain-monitor[device_stats]: interval={interval!r} is not a number of "
                 f"seconds, at least {SHORTEST}. Fix: leave it out (5.0), or a longer one"
             )
-        self.interval = float(interval)
+        if cpu_stats not in (True, False, None):
+            message = f"geartrain-monitor[device_stats]: cpu_stats={cpu_stats!r}"
+            raise UsageError(f"{message}. Fix: True, False or None")
+        self.interval, self.cpu_stats = float(interval), cpu_stats
         self._monitor: Monitor | None = None
 
     @hookimpl
@@ -59,7 +63,8 @@ class DeviceStats:
                     "reaches, so only node 0's figures are logged"
                 )
         if world.local_rank == 0 and (world.rank == 0 or run.store is not None):
-            self._monitor = Monitor(run, self.interval)
+            wanted, on_cpu = self.cpu_stats, run.plan.accelerator.name == "cpu"
+            self._monitor = Monitor(run, self.interval, on_cpu if wanted is None else wanted)
             self._monitor.start()
 
     @hookimpl
