@@ -28,12 +28,15 @@ from geartrain.plugin_api import (
     user_path,
     write_instead,
 )
+from geartrain_cli import optimizers
 from geartrain_cli.help import options_help, print_titled
 from geartrain_cli.plugin_files import file_plugin
-from geartrain_cli.target import Target, find_target
+from geartrain_cli.target import Target, choose_classes, find_target, import_class
 
 #: Options that may be given several times -> the key that holds their list.
 _REPEATED = {"plugin": "plugins", "block": "block", "assume": "assume"}
+#: Options that choose the target's classes: ``--model CLASS``, or ``class_path`` in a config file.
+_CLASSES = ("model", "data")
 #: Trainer's arguments that have another form on the command line.
 _SPELT_OTHERWISE = {
     *("accelerator", "strategy", "plugins", "callbacks", "block"),
@@ -45,6 +48,7 @@ _OF_SOME = {
     # of geartrain tune
     *("min_lr", "max_lr", "num_training", "mode", "early_stop_threshold"),
     *("init_val", "max_trials", "steps_per_trial", "batch_arg_name"),
+    *optimizers.OPTIONS,
 }
 
 
@@ -68,6 +72,8 @@ class Names:
     """The result of the first pass."""
 
     chosen: dict[str, str] = field(default_factory=dict)
+    #: "model" or "data" -> the class that ``--model CLASS`` or ``class_path`` names.
+    classes: dict[str, str] = field(default_factory=dict)
     repeated: dict[str, list[str]] = field(
         default_factory=lambda: {key: [] for key in _REPEATED.values()}
     )
@@ -84,6 +90,11 @@ class Names:
                 found[name.removeprefix(f"--{group}.")] = value if has_value else after
         return found
 
+    def given_class(self, option: str) -> bool:
+        """True if a class is chosen for an option such as ``optimizer``."""
+        typed = any(token.partition("=")[0] == f"--{option}" for token in self.rest)
+        return typed or self.config.get(option) is not None
+
 
 @dataclass
 class Request:
@@ -97,6 +108,8 @@ class Request:
     def make_model(self) -> Any:
         """Make the module, and the DataModule or ``None``. The trainer exists and has seeded."""
         made = self.parser.instantiate(self.values)
+        if isinstance(made.model, optimizers.ChosenOptimizer):
+            optimizers.choose(made.model, made)
         return made.model, made.get("data")
 
 
@@ -120,13 +133,20 @@ def read_arguments(
     if target is None:
         program = f"geartrain {command} {argv[0] if argv and argv[0][:1] != '-' else 'TARGET'}"
         if not {"-h", "--help", "--help-all"}.isdisjoint(argv) and argv[0].startswith("-"):
-            target = None
+            names = first_pass(argv, defaults or {})
         elif not argv or argv[0].startswith("-"):
             raise UsageError(f"TARGET comes first: geartrain {command} file.py [options]")
         else:
-            target = find_target(argv[0])
-            argv = argv[1:]
-    names = first_pass(argv, defaults or {})
+            names = first_pass(argv[1:], defaults or {})
+            target = find_target(argv[0], names.classes)
+    else:
+        names = first_pass(argv, defaults or {})
+        target = choose_classes(target, names.classes)
+    has_optimizer = command == "fit" and names.given_class("optimizer")
+    if command == "fit" and names.given_class("lr_scheduler") and not has_optimizer:
+        raise UsageError("--lr_scheduler has no optimizer. Fix: give --optimizer CLASS, too")
+    if target is not None and has_optimizer:
+        target = optimizers.with_optimizer(target[0]), target[1]
     registry = Registry(names.repeated["block"])
     _select_by_flag(names, registry)
     parser, groups = build_parser(command, target, names, registry, options or {})
@@ -161,7 +181,7 @@ def first_pass(argv: list[str], defaults: Mapping[str, Any]) -> Names:
         token = tokens.pop(0)
         key, has_value, value = token.partition("=")
         key = key.removeprefix("--") if token.startswith("--") else ""
-        if key in {*_REPEATED, "strategy", "accelerator", "config"}:
+        if key in {*_REPEATED, *_CLASSES, "strategy", "accelerator", "config"}:
             if not has_value:
                 if not tokens or tokens[0].startswith("--"):
                     raise UsageError(f"--{key} needs a value")
@@ -170,12 +190,24 @@ def first_pass(argv: list[str], defaults: Mapping[str, Any]) -> Names:
                 configs.append(value)
             elif key in _REPEATED:
                 names.repeated[_REPEATED[key]].append(value)
+            elif key in _CLASSES:
+                if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", value):
+                    hint = f"a class, and --{key}.ARG VALUE; a file of options is --config FILE"
+                    raise UsageError(f"--{key} {value}: this is not a class. Fix: {hint}")
+                names.classes[key] = value
             else:
                 names.chosen[key] = value
         else:
             names.rest.append(token)
     for path in configs:
         _merge(names.config, _read_config(path))
+    for key in _CLASSES:
+        given = names.config.get(key)
+        if isinstance(given, dict) and "class_path" in given:
+            path = str(given["class_path"])
+            chosen = names.classes.setdefault(key, path)
+            is_same = chosen.rpartition(".")[2] == path.rpartition(".")[2]
+            names.config[key] = dict(given.get("init_args") or {}) if is_same else {}
     for key in ("strategy", "accelerator"):
         if key in names.config:
             names.chosen.setdefault(key, str(names.config.pop(key)))
@@ -339,6 +371,7 @@ def build_parser(
         exit_on_error=False,
         allow_abbrev=False,
     )
+    parser.classes = names.classes
     parser.add_argument(
         "--accelerator", type=str, default="auto", help="auto, gpu or an accelerator's name"
     )
@@ -382,6 +415,7 @@ def build_parser(
             "auto: from the last one if it exists"
         )
         parser.add_argument("--resume", type=str | None, default=None, help=text)
+        optimizers.add_options(parser)
     for option, (kind, default, text) in options.items():
         parser.add_argument(f"--{option}", type=kind, default=default, help=text)
     parser.add_class_arguments(
@@ -439,6 +473,18 @@ class _Parser(ArgumentParser):
     describe: Callable[[bool], str]
     shows_all = False
 
+    #: The classes that ``--print-config`` adds to their options.
+    classes: Mapping[str, str] = {}
+
+    def dump(self, *args: Any, **kwargs: Any) -> str:
+        text = str(super().dump(*args, **kwargs))
+        if not self.classes:
+            return text
+        values = yaml.safe_load(text)
+        for key, path in self.classes.items():
+            values[key] = {"class_path": path, "init_args": values.get(key) or {}}
+        return str(yaml.safe_dump(values, sort_keys=False))
+
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         return self.describe(self.shows_all)
 
@@ -480,6 +526,21 @@ def _readable(message: str, parser: ArgumentParser, names: Names) -> str:
     unknown = re.search(r"unrecognized arguments: --(\S+)", message) or re.search(
         r"Option '(\S+)' is not accepted", message
     )
+    if in_class := re.search(r"class_path[ =]'([^']+)'", message):
+        option, cls = message.partition('"')[2].partition('"')[0], in_class[1]
+        if unknown:
+            return _unknown_argument(option, cls, unknown[1])
+        if wrong := re.search(
+            r'Parser key "(\w+)":\s+Expected an? (.+?)\. Got value: (.*)', message
+        ):
+            expected = re.sub(r"<class '(.+?)'>", r"\1", wrong[2])
+            return f"--{option}.{wrong[1]}: expected {expected}, got {wrong[3]!r}"
+    if path := re.search(
+        r"Expected a dot import path string: (\S+)|module '\S+' has no attribute '(\S+)'", message
+    ):
+        option = message.partition('"')[2].partition('"')[0]
+        hint = "a class that the file imports, or one with its module, as torch.optim.Adam"
+        return f"--{option}: there is no class {path[1] or path[2]!r}. Fix: {hint}"
     if grouped:
         return _unknown_option(f"{grouped[1]}.{grouped[2]}", parser, names)
     if unknown:
@@ -496,6 +557,13 @@ def _readable(message: str, parser: ArgumentParser, names: Names) -> str:
             expected = expected.replace("NoneType", "None")
             message = f"{message.partition(': ')[0]}: expected {expected}, got {wrong[1]!r}"
     return re.sub(r"(strategy|accelerator)_options\.", r"\1.", message)
+
+
+def _unknown_argument(option: str, path: str, name: str) -> str:
+    """Return the error for an argument that the class of an option does not have."""
+    cls = import_class(path)
+    known = list(inspect.signature(cls).parameters) if cls is not None else []
+    return f"--{option}.{name}: {path} has no argument {name!r}. {nearest(name, known)}"
 
 
 def _unknown_option(name: str, parser: ArgumentParser, names: Names) -> str:

@@ -25,7 +25,8 @@ _GROUPS: Mapping[str, tuple[str, str]] = {
     "training": (
         "max_epochs max_steps max_time seed precision accumulate_grad_batches gradient_clip_val",
         "min_epochs min_steps gradient_clip_algorithm deterministic detect_anomaly "
-        "reload_dataloaders_every_n_epochs use_distributed_sampler sync_batchnorm",
+        "reload_dataloaders_every_n_epochs use_distributed_sampler sync_batchnorm "
+        "optimizer lr_scheduler",
     ),
     "devices": ("accelerator devices num_nodes strategy", ""),
     "folder and checkpoints": ("output no_output resume checkpoint", ""),
@@ -48,6 +49,7 @@ _OF_EVALUATION = ("seed", "precision")
 _VALUES = {
     **dict.fromkeys(("accelerator", "strategy", "precision"), "NAME"),
     **dict.fromkeys(("config", "checkpoint"), "FILE"),
+    **dict.fromkeys(("optimizer", "lr_scheduler"), "CLASS"),
     **dict.fromkeys(
         (
             *("limit_train_batches", "limit_val_batches", "limit_test_batches"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -15,11 +16,12 @@ from geartrain_cli.plugin_files import describe, load_file
 Target = tuple[type[Module], type[DataModule] | None]
 
 
-def find_target(target: str) -> Target:
+def find_target(target: str, classes: Mapping[str, str] | None = None) -> Target:
     """Import the classes that TARGET names.
 
     Args:
         target: ``file.py``, ``file.py:Class`` or ``package.module:Class``.
+        classes: names chosen by ``--model`` and ``--data``: of the file, or with their modules.
 
     Raises:
         UsageError: the file, module or class does not exist, or several classes match.
@@ -35,11 +37,9 @@ def find_target(target: str) -> Target:
     else:
         module = _import(place)
     models = _own_classes(module, Module)
-    if wanted:
-        found = getattr(module, wanted, None)
-        if not (inspect.isclass(found) and issubclass(found, Module)):
-            raise UsageError(f"{place} has no Module {wanted!r}. {nearest(wanted, models)}")
-        models = {wanted: found}
+    classes = classes or {}
+    if wanted := classes.get("model", wanted):
+        models = {wanted: _named(place, module, wanted, Module)}
     if not models:
         name = place.split("/")[-1][:-3].title()
         raise UsageError(
@@ -49,11 +49,50 @@ def find_target(target: str) -> Target:
         names = " or ".join(f"{place}:{name}" for name in models)
         raise UsageError(f"{place} has several Modules. Fix: name one: {names}")
     data = _own_classes(module, DataModule)
+    if wanted := classes.get("data", ""):
+        data = {wanted: _named(place, module, wanted, DataModule)}
     if len(data) > 1:
         raise UsageError(
-            f"{place} has several DataModules ({', '.join(data)}). Fix: keep one in the file"
+            f"{place} has several DataModules ({', '.join(data)}). Fix: --data {next(iter(data))}"
         )
     return next(iter(models.values())), next(iter(data.values()), None)
+
+
+def choose_classes(target: Target, classes: Mapping[str, str]) -> Target:
+    """Return the target of a script with the classes that ``--model`` and ``--data`` name."""
+    model, data = target
+    if not classes:
+        return target
+    home = sys.modules[model.__module__]
+    if "model" in classes:
+        model = _named(home.__name__, home, classes["model"], Module)
+    if "data" in classes:
+        data = _named(home.__name__, home, classes["data"], DataModule)
+    return model, data
+
+
+def _named(place: str, module: ModuleType, name: str, base: type) -> type:
+    """Return the class of a name in the target's module, or with its own module.
+
+    Raises:
+        UsageError: there is no such class.
+    """
+    found = getattr(module, name, None) if "." not in name else import_class(name)
+    if not (inspect.isclass(found) and issubclass(found, base)):
+        message = f"{place} has no {base.__name__} {name!r}"
+        raise UsageError(f"{message}. {nearest(name, _own_classes(module, base))}")
+    return found
+
+
+def import_class(path: str) -> type | None:
+    """Return the class of an import path, ``None`` if the module has no such name.
+
+    Raises:
+        UsageError: the module cannot be imported.
+    """
+    module, _, name = path.rpartition(".")
+    found: type | None = getattr(_import(module), name, None)
+    return found
 
 
 def _import(name: str) -> ModuleType:
