@@ -51,10 +51,13 @@ def example(python, tmp_path_factory):
     """Return a function that runs an example: ``example("digits", "--max-epochs", 1)``.
 
     It runs examples/digits.py as a script, or with ``geartrain fit`` if ``cli=True``. It adds
-    ``--output`` with a new folder; ``option`` is the name of that option.
+    ``--output`` with a new folder; ``option`` is the name of that option, ``None`` for a script
+    that has none.
     """
 
-    def run(name: str, *arguments: object, cli: bool = False, option: str = "--output") -> Ran:
+    def run(
+        name: str, *arguments: object, cli: bool = False, option: str | None = "--output"
+    ) -> Ran:
         program = [str(Path(sys.executable).with_name("geartrain")), "fit"] if cli else []
         output = tmp_path_factory.mktemp(name) / "run"
         command = [
@@ -62,8 +65,7 @@ def example(python, tmp_path_factory):
             *program,
             f"examples/{name}.py",
             *map(str, arguments),
-            option,
-            str(output),
+            *([option, str(output)] if option is not None else []),
         ]
         done = subprocess.run(
             command,
