@@ -123,7 +123,8 @@ class Throughput(PluginCallback):
         if run.step % run.plan.options.log_every_n_steps:
             return
         _wait(run.device)  # the flush, which is next, waits for the device anyway
-        self._points.append((self._now(), *self._done))
+        batches, samples, tokens = self._done
+        self._points.append((self._now(), batches, samples, tokens))
         while len(self._points) > 2 and self._done[0] - self._points[0][1] > self._window:
             self._points.popleft()
         seconds = self._points[-1][0] - self._points[0][0]

@@ -82,5 +82,6 @@ def choose(model: Module, values: Mapping[str, Any] | Namespace) -> None:
 def _function(chosen: Any) -> Any:
     if chosen is None:
         return None
+    cls: Any = import_class(chosen.class_path)
     arguments = chosen.get("init_args")
-    return partial(import_class(chosen.class_path), **(arguments.as_dict() if arguments else {}))
+    return partial(cls, **(arguments.as_dict() if arguments else {}))
