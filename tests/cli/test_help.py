@@ -36,7 +36,15 @@ def test_every_option_is_listed_once_with_dashes(command):
 @pytest.mark.parametrize("columns", [60, 80, 120])
 @pytest.mark.parametrize(
     "line",
-    ["--help", "fit net.py --help-all", "predict net.py -h", "plugins --help", "report --help"],
+    [
+        "--help",
+        "fit net.py --help-all",
+        "predict net.py -h",
+        "plugins --help",
+        "report --help",
+        "port -h",
+        "new --help",
+    ],
 )
 def test_every_width_shows_whole_words(command, monkeypatch, columns, line):
     wide = command(line).out

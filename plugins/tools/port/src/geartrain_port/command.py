@@ -10,6 +10,7 @@ from pathlib import Path
 
 from geartrain import GeartrainError, TrainingError, UsageError
 from geartrain.plugin_api import replacing, user_path
+from geartrain_cli.help import CommandParser
 from geartrain_port import PortResult, port
 
 
@@ -20,8 +21,13 @@ def command(name: str, argv: list[str]) -> None:
         UsageError: a file does not exist, is not Python, or cannot be written.
         GeartrainError: something is left to do by hand.
     """
-    parser = argparse.ArgumentParser(
-        prog=f"geartrain {name}", allow_abbrev=False, description=__doc__, exit_on_error=False
+    parser = CommandParser(
+        name,
+        "rewrite a script for PyTorch Lightning; prints a diff by default",
+        (
+            "geartrain port train.py",
+            "geartrain port train.py -o ported.py",
+        ),
     )
     parser.add_argument(
         "files",

@@ -13,6 +13,7 @@ from typing import Any
 
 from geartrain import TrainingError, UsageError
 from geartrain.plugin_api import InstalledPlugin, Registry, nearest
+from geartrain_cli.help import CommandParser
 
 _SUITE = '''\
 """The tests that `geartrain conformance` runs. You can copy them to your plugin's tests."""
@@ -41,8 +42,13 @@ def command(name: str, argv: list[str]) -> None:
         UsageError: the strategy, an option or a capability is unknown, or ``-k`` matches no test.
         TrainingError: a test failed; the folder with the evidence is kept.
     """
-    parser = argparse.ArgumentParser(
-        prog=f"geartrain {name}", allow_abbrev=False, description=__doc__, exit_on_error=False
+    parser = CommandParser(
+        name,
+        "run the conformance kit on an installed strategy",
+        (
+            "geartrain conformance ddp --quick",
+            "geartrain conformance ddp --devices 2",
+        ),
     )
     parser.add_argument(
         "strategy",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from geartrain import UsageError
 from geartrain.plugin_api import KNOWN, Registry, nearest, user_path
+from geartrain_cli.help import CommandParser
 
 #: One folder per kind, with the name ``mine``. The written files have their own name instead.
 _TEMPLATES = Path(__file__).with_name("templates")
@@ -49,8 +50,13 @@ def command(name: str, argv: list[str]) -> None:
     Raises:
         UsageError: the kind is unknown, the name cannot be used, or the folder is not empty.
     """
-    parser = argparse.ArgumentParser(
-        prog=f"geartrain {name}", allow_abbrev=False, description=__doc__, exit_on_error=False
+    parser = CommandParser(
+        name,
+        "write a project that trains, or a package with a plugin",
+        (
+            "geartrain new project spirals",
+            "geartrain new strategy mine",
+        ),
     )
     parser.add_argument("kind", metavar="KIND", nargs="?", help=", ".join(_TRY))
     parser.add_argument(
