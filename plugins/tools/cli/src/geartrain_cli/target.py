@@ -79,8 +79,8 @@ def _named(place: str, module: ModuleType, name: str, base: type) -> type:
     """
     found = getattr(module, name, None) if "." not in name else import_class(name)
     if not (inspect.isclass(found) and issubclass(found, base)):
-        message = f"{place} has no {base.__name__} {name!r}"
-        raise UsageError(f"{message}. {nearest(name, _own_classes(module, base))}")
+        known = [n for n, c in vars(module).items() if inspect.isclass(c) and issubclass(c, base)]
+        raise UsageError(f"{place} has no {base.__name__} {name!r}. {nearest(name, known)}")
     return found
 
 
