@@ -1,6 +1,7 @@
 """The command ``geartrain conformance NAME``."""
 
 import pytest
+import several_ranks
 
 from geartrain_testing import command as conformance
 
@@ -30,11 +31,12 @@ def test_wrong_conformance_usage_is_refused(chip, refused, line, words):
 
 
 @pytest.mark.end_to_end
-def test_single_passes_the_cases_that_k_chooses(command, folder, monkeypatch, capfd):
-    monkeypatch.setattr("tempfile.tempdir", str(folder))
-    assert command("conformance single --devices 1 -k metadata").code == 0
-    assert "1 passed" in capfd.readouterr().out
-    assert not list(folder.glob("geartrain-conformance-*"))
+def test_single_passes_the_cases_that_k_chooses(tmp_path):
+    done = several_ranks.command(
+        tmp_path, "conformance", "single", "--devices", 1, "-k", "metadata"
+    )
+    assert done.end == "0", done.printed
+    assert "1 passed" in done.out
 
 
 def test_a_failed_case_exits_with_1_and_names_the_folder(command, folder, monkeypatch):

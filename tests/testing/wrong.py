@@ -73,7 +73,9 @@ WRONG = {
         TRAINING,
     ),
     "forgets earlier micro-batches": Wrong(
-        "forgets-earlier-micro-batches", {EQUAL("accumulation"): LOSS}, TRAINING
+        "forgets-earlier-micro-batches",
+        {EQUAL("accumulation"): LOSS, EQUAL("weighted_loss"): LOSS},
+        TRAINING,
     ),
     "clips first": Wrong("clips-first", {EQUAL("clipping"): LOSS}, TRAINING),
     "steps Adam as SGD": Wrong(

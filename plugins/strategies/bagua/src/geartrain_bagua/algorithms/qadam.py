@@ -34,7 +34,8 @@ class QAdam(Algorithm):
 
     reduces = "gradients"
     pads: ClassVar[bool] = True
-    capabilities: ClassVar[dict[str, Any]] = {"convergence": 0.01}
+    # The weights of losses scale gradients after their reduction, and so the momentum.
+    capabilities: ClassVar[dict[str, Any]] = {"convergence": 0.01, "weighted_loss": False}
 
     def __init__(self, hierarchical: bool = True) -> None:
         self.hierarchical = hierarchical
