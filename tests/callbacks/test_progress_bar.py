@@ -272,6 +272,11 @@ def test_a_terminal_that_cannot_redraw_gets_lines(terminal, monkeypatch, capsys,
     assert len(printed.splitlines()) == 1
 
 
+def test_the_plugin_progress_lines_has_lines_on_a_terminal(terminal, capsys):
+    fit(enable_progress_bar=True, plugins=["progress_lines"])
+    assert capsys.readouterr().err.startswith("epoch 1/1: step 6, ")
+
+
 def test_no_color(terminal, monkeypatch, capsys):
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.delenv("FORCE_COLOR")

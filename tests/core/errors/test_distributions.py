@@ -39,9 +39,8 @@ def site(tmp_path, monkeypatch):
 def test_a_broken_distribution_is_left_out_with_one_warning(site, recwarn, how):
     info = site(*BROKEN[how])
     for _ in range(2):
-        found = entry_points(group="geartrain.plugins").names
-        assert "broken" not in found
-        assert "progress_lines" in found
+        assert "broken" not in entry_points(group="geartrain.plugins").names
+        assert "cpu" in entry_points(group="geartrain.accelerators").names
     (warned,) = [str(one.message) for one in recwarn]
     assert warned.startswith(f"{info} is skipped, because its metadata cannot be read (")
     assert warned.endswith("Fix: install that distribution again, or remove the folder")

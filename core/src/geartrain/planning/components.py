@@ -97,7 +97,7 @@ class Setup:
             *callback_parts(registry, choices.callbacks),
             *_implied(registry, choices),
         ]
-        progress = progress_parts(registry, extra) if options.enable_progress_bar else []
+        progress = _progress_parts(registry, extra) if options.enable_progress_bar else []
         precision = select_precision(registry, choices.precision)
         output = None if choices.output is None else user_path(choices.output, "output")
         is_first = ClusterEnvironment.starts_rank_0(cluster, nodes)
@@ -184,8 +184,7 @@ def _warn_of_failed(registry: Registry, choices: _Choices, parts: Sequence[Loade
         names |= {("accelerator", other.name.lower()) for other in registry.of("accelerator")}
     if str(choices.strategy).lower() == "auto":
         names |= {key for key in KNOWN if key[0] == "strategy"}
-    if ("plugin", "progress_lines") in names:
-        names.add(("plugin", "progress"))
+    names.add(("plugin", "progress"))  # which enable_progress_bar=True has tried
     for candidate in registry.candidates:
         if candidate.state == "failed" and (candidate.kind, candidate.name.lower()) in names:
             message = f"{candidate.label} is not used: {candidate.reason}"
@@ -349,17 +348,10 @@ def callback_parts(registry: Registry, callbacks: Any) -> list[LoadedPlugin]:
     return parts
 
 
-def progress_parts(registry: Registry, extra: Sequence[LoadedPlugin]) -> list[LoadedPlugin]:
-    """Return the plugin ``progress`` if it is installed, otherwise core's plain lines.
-
-    Return nothing if a plugin in ``extra`` shows progress (``shows_progress = True``).
-    """
-    if any(getattr(part.plugin, "shows_progress", False) for part in extra):
-        return []
-    for name in ("progress", "progress_lines"):
-        candidates = [
-            candidate for candidate in registry.of("plugin") if candidate.name.lower() == name
-        ]
-        if any(map(registry.check_usable, candidates)):
-            return [registry.select("plugin", name, {}, "enable_progress_bar=True")]
+def _progress_parts(registry: Registry, extra: Sequence[LoadedPlugin]) -> list[LoadedPlugin]:
+    """Return the plugin ``progress`` if it is installed and no plugin in ``extra`` replaces it."""
+    shown = any(getattr(part.plugin, "shows_progress", False) for part in extra)
+    candidates = [c for c in registry.of("plugin") if c.name.lower() == "progress" and not shown]
+    if any(map(registry.check_usable, candidates)):
+        return [registry.select("plugin", "progress", {}, "enable_progress_bar=True")]
     return []

@@ -41,12 +41,15 @@ class ProgressBar(PluginCallback):
     def on_run_start(self, run: Run) -> None:
         self._counts, self._due, self._started = [], math.inf, time.monotonic()
         if run.world.rank == 0:
-            from rich.console import Console
-
-            from geartrain_callbacks.bars import display
-
             with self._harmless():
-                self._display = display(Console(stderr=True))
+                self._display = self._make_display()
+
+    def _make_display(self) -> Display:
+        from rich.console import Console
+
+        from geartrain_callbacks.bars import display
+
+        return display(Console(stderr=True))
 
     # --- training --------------------------------------------------------------------------------
 
@@ -198,6 +201,13 @@ class ProgressBar(PluginCallback):
         )
         if run.metrics:
             console.print(table)
+
+
+class ProgressLines(ProgressBar):
+    """Show progress as plain lines on a terminal too."""
+
+    def _make_display(self) -> Display:
+        return Lines()
 
 
 def _epoch(run: Run) -> str:
