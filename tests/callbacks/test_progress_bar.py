@@ -16,12 +16,14 @@ from types import SimpleNamespace
 
 import pyte
 import pytest
+import torch
 from rich.console import Console
 from rich.progress import Progress
 from small_models import EvalNet, Logging, Net, Pretend, fit, loader, trainer
 
 import geartrain as gt
 from geartrain import hookimpl
+from geartrain_callbacks import EarlyStopping, ModelCheckpoint
 from geartrain_callbacks.bars import Terminal, _Bars
 from geartrain_callbacks.lines import Count
 
@@ -147,24 +149,17 @@ def test_redraws_are_limited(terminal, clock, draws, seconds, drawing, most):
     assert most / 2 - 1 <= len(draws) <= most
 
 
-def test_plain_lines_without_a_terminal(plain, clock, monkeypatch, capsys):
-    """At most one line every 30 seconds, however short the epochs are.
-
-    The variable for colours is no reason to draw in a file.
-    """
+def test_a_line_for_each_epoch_without_a_terminal(plain, clock, monkeypatch, capsys):
+    """However short the epochs are. The variable for colours is no reason to draw in a file."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     module = Logging(logs, lambda self, batch, batch_idx: self.log("acc", 0.5))
     options = {"max_epochs": 10, "plugins": [Tick(clock, 1.0)], "enable_progress_bar": True}
     fit(module, val=loader(), **options)
     printed = capsys.readouterr().err
     assert HIDE not in printed
-    first, second = printed.splitlines()
-    assert first.startswith("epoch 1/10: step 6, ")
-    assert second.startswith("epoch 6/10: step 36, ")
-    for line in (first, second):
-        assert "steps/s" in line
-        assert "loss=1.5" in line
-        assert "acc=0.5" in line
+    _, *lines = printed.splitlines()
+    figures = "1.0 steps/s, loss=1.5 hidden=7 acc=0.5"
+    assert lines == [f"epoch {n}/10: step {6 * n}, {figures}" for n in range(1, 11)]
 
 
 @pytest.mark.parametrize("where", ["terminal", "plain"])
@@ -252,7 +247,7 @@ def test_a_long_epoch_prints_a_line_from_time_to_time(plain, clock, capsys):
 
     options = {"plugins": [Tick(clock, 10.0)], "enable_progress_bar": True}
     fit(Slow(), train=list(loader()) * 2, val=loader(), **options)
-    lines = capsys.readouterr().err.splitlines()
+    _, *lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "epoch 1/1: 3/12 batches, 0.1 steps/s, 0:01:30 left"
     assert lines[3] == "epoch 1/1: 12/12 batches, 0.1 steps/s"
     assert lines[4] == "epoch 1/1, validate: 2/6 batches, 0.1 batches/s, 0:01:20 left"
@@ -267,14 +262,13 @@ def test_a_long_epoch_prints_a_line_from_time_to_time(plain, clock, capsys):
 def test_a_terminal_that_cannot_redraw_gets_lines(terminal, monkeypatch, capsys, name, value):
     monkeypatch.setenv(name, value)
     fit(enable_progress_bar=True)
-    printed = capsys.readouterr().err
-    assert text(printed).startswith("epoch 1/1: step 6, ")
-    assert len(printed.splitlines()) == 1
+    _, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("epoch 1/1: step 6, ")
 
 
 def test_the_plugin_progress_lines_has_lines_on_a_terminal(terminal, capsys):
     fit(enable_progress_bar=True, plugins=["progress_lines"])
-    assert capsys.readouterr().err.startswith("epoch 1/1: step 6, ")
+    assert capsys.readouterr().err.splitlines()[1].startswith("epoch 1/1: step 6, ")
 
 
 def test_no_color(terminal, monkeypatch, capsys):
@@ -295,7 +289,7 @@ def test_a_narrow_terminal_keeps_one_line_a_bar(terminal, monkeypatch, capsys, c
             self.log(f"a_long_name_{name}", 1.0, prog_bar=True)
 
     fit(Logging(train), log_every_n_steps=1, enable_progress_bar=True)
-    drawn = capsys.readouterr().err
+    _, _, drawn = capsys.readouterr().err.partition("\n")  # without the header, which may wrap
     assert "\x1b[1A" not in drawn  # a single line needs no cursor-up
     lines = [text(line) for line in re.split(r"[\r\n]", drawn)]
     assert max(map(len, lines)) <= columns
@@ -386,6 +380,160 @@ def test_a_terminal_that_goes_away_does_not_end_the_run(terminal, clock, monkeyp
     one = fit(EvalNet(), val=loader(), enable_progress_bar=True, plugins=[Gone()])
     assert one.global_step == 6
     assert (sys.stdout, sys.stderr) == streams
+
+
+def screen_of(drawn, columns=150, lines=60):
+    """Return the lines that a terminal shows after this output."""
+    screen = pyte.Screen(columns, lines)
+    pyte.Stream(screen).feed(drawn.replace("\n", "\r\n"))
+    return [line.rstrip() for line in screen.display if line.strip()]
+
+
+def losses(*values, name="val_loss", **options):
+    """Train with these values of a metric, one an epoch."""
+
+    def validates(self, batch, batch_idx):
+        self.log(name, values[self.current_epoch], prog_bar=True)
+
+    options = {"max_epochs": len(values), "num_sanity_val_steps": 0, **options}
+    return fit(Logging(logs, validates), val=loader(), enable_progress_bar=True, **options)
+
+
+@pytest.mark.parametrize("columns", [60, 150])
+def test_finished_epochs_stay_above_the_bar_and_the_best_are_marked(
+    terminal, clock, monkeypatch, capsys, columns
+):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    losses(0.5, 0.25, 0.75)
+    printed = capsys.readouterr()
+    _, *epochs, bar = screen_of(printed.err, columns)
+    assert [line[: len("epoch 1/3: step 18")] for line in epochs] == [
+        "epoch 1/3: step 6,",
+        "epoch 2/3: step 12",
+        "epoch 3/3: step 18",
+    ]
+    assert [line.endswith(", best so far") for line in epochs] == [True, True, False]
+    assert "val_loss=0.25" in epochs[1] if columns == 150 else "val_loss=0.2 " not in epochs[1]
+    assert bar.startswith("epoch 3/3")
+    assert "3 epochs, 0.0 s, best val_loss=0.25 in epoch 2" in printed.out
+
+
+@pytest.mark.parametrize(
+    ("name", "plugins", "best"),
+    [
+        ("val_acc", [], []),
+        ("val/loss", [], [1, 3]),
+        ("val_acc", [ModelCheckpoint(monitor="val_acc", mode="max")], [1, 2]),
+        ("val_acc", [EarlyStopping(monitor="val_acc", mode="max")], [1, 2]),
+        ("val_loss", [ModelCheckpoint()], [1, 3]),
+    ],
+)
+def test_the_metric_of_the_best_epoch(plain, tmp_path, capsys, name, plugins, best):
+    losses(0.5, 0.75, 0.25, name=name, plugins=plugins, output=tmp_path)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("epoch")]
+    assert [n for n, line in enumerate(lines, 1) if line.endswith(", best so far")] == best
+
+
+def test_an_epoch_after_a_resume_is_compared_with_those_before(plain, tmp_path, capsys):
+    def run(epochs, **resume):
+        plugins = [ModelCheckpoint(monitor="val_loss")]
+        one = trainer(max_epochs=epochs, plugins=plugins, output=tmp_path, enable_progress_bar=True)
+        values = [0.25, 0.5]
+
+        def validates(self, batch, batch_idx):
+            self.log("val_loss", values[self.current_epoch])
+
+        one.fit(Logging(logs, validates), loader(), loader(), **resume)
+        return capsys.readouterr().err
+
+    assert "best so far" in run(1)
+    resumed = run(2, ckpt_path="last")
+    assert "resumes after 6 steps" in resumed
+    assert "best so far" not in resumed
+
+
+# --- the line before a fit, and those after it ----------------------------------------------------
+
+
+class Frozen(Net):
+    def __init__(self):
+        super().__init__()
+        self.frozen = torch.nn.Linear(1000, 1).requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "line"),
+    [
+        (Net, {}, "Net (4 parameters) on cpu"),
+        (Frozen, {"output": "x"}, "Frozen (1,005 parameters, 4 trainable) on cpu, in x"),
+        (
+            Net,
+            {"strategy": Pretend(), "devices": 2},
+            "Net (4 parameters) on 2 cpu devices with Pretend",
+        ),
+    ],
+)
+def test_a_fit_begins_with_its_module_devices_and_folder(
+    plain, tmp_path, monkeypatch, capsys, module, options, line
+):
+    monkeypatch.chdir(tmp_path)
+    one = fit(module(), enable_progress_bar=True, **options)
+    assert capsys.readouterr().err.splitlines()[0] == line
+    one.validate(EvalNet(), loader())
+    assert " on cpu" not in capsys.readouterr().err
+
+
+def test_lazy_parameters_are_not_counted(plain, capsys):
+    class Lazy(Net):
+        def __init__(self):
+            super().__init__()
+            self.lazy = torch.nn.LazyLinear(1)
+
+    fit(Lazy(), enable_progress_bar=True)
+    assert "Lazy (4 parameters, 2 without a shape yet)" in capsys.readouterr().err
+
+
+def test_a_fit_ends_with_the_place_of_its_files(plain, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    one = fit(enable_progress_bar=True, output="my run")
+    expected = ["saved in my run", "look: geartrain report 'my run'"]
+    assert capsys.readouterr().out.splitlines()[-2:] == expected
+    one.fit(Net(), loader())  # a second fit of the same trainer
+    again = capsys.readouterr()
+    assert again.err.startswith("Net (4 parameters) on cpu, in my run\n")
+    assert again.out.splitlines()[-2:] == expected
+
+
+def test_a_fit_without_a_folder_says_that_nothing_was_saved(plain, tmp_path, capsys):
+    def last_line(**options):
+        fit(enable_progress_bar=True, **options)
+        return capsys.readouterr().out.splitlines()[-1]
+
+    class Logger:
+        @hookimpl
+        def log_metrics(self, metrics):
+            pass
+
+    assert last_line() == 'nothing was saved: output="DIR"'
+    assert last_line(plugins=[Logger()]) == 'no checkpoint was saved: output="DIR"'
+    assert last_line(fast_dev_run=True, output=tmp_path) == "nothing was saved: fast_dev_run"
+    assert last_line(plugins=[ModelCheckpoint(dirpath=tmp_path)]) == f"saved in {tmp_path}"
+
+
+def test_a_fit_without_geartrain_tools_names_no_command_of_it(plain, tmp_path, monkeypatch, capsys):
+    fit(enable_progress_bar=True, output=tmp_path, block=["report"])
+    assert capsys.readouterr().out.splitlines()[-1] == f"saved in {tmp_path}"
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_a_fit_that_fails_says_nothing_of_saved_files(plain, tmp_path, capsys, error):
+    def fails(self, batch, batch_idx):
+        if self.current_epoch == 1:
+            raise error
+
+    with pytest.raises(error):
+        fit(Logging(fails), max_epochs=2, enable_progress_bar=True, output=tmp_path)
+    assert capsys.readouterr().out == ""
 
 
 class SecondRank(Pretend):

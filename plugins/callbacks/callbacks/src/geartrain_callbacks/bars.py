@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Column
 from rich.text import Text
 
-from geartrain_callbacks.lines import Count, Lines, metrics_text
+from geartrain_callbacks.lines import Count, EpochLine, Lines, metrics_text
 
 #: The fewest seconds between two drawings; a faster bar is unreadable.
 _SECONDS_A_DRAWING = 0.1
@@ -122,6 +122,10 @@ class _Bars:
             max(_SECONDS_A_DRAWING, (time.monotonic() - began) * _PART_OF_TIME), _LONGEST_PAUSE
         )
 
+    def end_epoch(self, line: EpochLine, prog_bar: dict[str, float]) -> None:
+        """Show an epoch that has ended; see :meth:`geartrain_callbacks.lines.Lines.end_epoch`."""
+        self.show([line.count], prog_bar)
+
     def _columns(
         self, counts: Sequence[Count], metrics: dict[str, float]
     ) -> tuple[ProgressColumn, ...]:
@@ -157,6 +161,8 @@ class Terminal(_Bars):
         # rich sends redirected output to the terminal, so a file or pipe is not redirected.
         super().__init__(console, redirect_stdout=sys.stdout.isatty())
         self._width, self._height = console.width, 1
+        #: The line to print above the bars in the next drawing.
+        self._above: Text | None = None
         self._progress.start()
 
     def show(self, counts: Sequence[Count], metrics: dict[str, float]) -> None:
@@ -177,8 +183,22 @@ class Terminal(_Bars):
         console.file.write(f"\r{up}\x1b[J" + "\n" * (self._height - 1))
         console.file.flush()
 
+    def end_epoch(self, line: EpochLine, prog_bar: dict[str, float]) -> None:
+        """Print the epoch's line above the bars, where it stays."""
+        before, after = line.parts()
+        before += ", " * bool(line.metrics)
+        room = self._progress.console.width - cell_len(before + after)
+        text = before + _Metrics(line.metrics).fit(max(0, room)) + after
+        style = "bold" if line.is_best else ""
+        self._above = Text(text, style=style, no_wrap=True, overflow="crop")
+        super().end_epoch(line, prog_bar)
+
     def _draw(self) -> None:
-        self._progress.refresh()
+        above, self._above = self._above, None
+        if above is None:
+            self._progress.refresh()
+        else:  # rich draws the bars again, below the line
+            self._progress.console.print(above)
 
     def stop(self) -> None:
         self._progress.stop()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-#: Seconds between two lines in a long epoch without a terminal.
+#: Seconds between two lines of a long epoch without a terminal.
 SECONDS_A_LINE = 30.0
 
 
@@ -61,32 +60,45 @@ def metrics_text(metrics: dict[str, float]) -> str:
     return " ".join(f"{name}={value:.4g}" for name, value in metrics.items())
 
 
+@dataclass(slots=True)
+class EpochLine:
+    """The line of an epoch that has ended."""
+
+    count: Count
+    #: Optimizer steps since the training began.
+    step: int
+    metrics: dict[str, float]
+    is_best: bool
+
+    def parts(self) -> tuple[str, str]:
+        """Return the text before the metrics, and the one after them."""
+        facts = [f"{self.count.title}: step {self.step}", self.count.rate()]
+        return ", ".join(filter(None, facts)), ", best so far" if self.is_best else ""
+
+
 class Lines:
-    """Print a plain line at most every 30 seconds, so that a log file shows progress."""
+    """Print a plain line for each epoch and each evaluation, and in long ones every 30 seconds."""
 
     #: Seconds until the next call of ``show``.
     pause = SECONDS_A_LINE
 
-    def __init__(self) -> None:
-        self._said = -math.inf
-
     def show(self, counts: Sequence[Count], metrics: dict[str, float]) -> None:
         count = counts[-1]
         title = ", ".join(count.title for count in counts)
-        self.say(
-            [
-                f"{title}: {count.batches()} batches",
-                count.rate(),
-                count.left(),
-                metrics_text(metrics),
-            ]
-        )
+        batches = f"{title}: {count.batches()} batches"
+        self.say([batches, count.rate(), count.left(), metrics_text(metrics)])
+
+    def end_epoch(self, line: EpochLine, prog_bar: dict[str, float]) -> None:
+        """Show an epoch that has ended.
+
+        Args:
+            prog_bar: the metrics beside a bar.
+        """
+        before, after = line.parts()
+        self.say([before, metrics_text(line.metrics) + after])
 
     def say(self, facts: Sequence[str]) -> None:
-        """Print one line, unless the newest line is younger than 30 seconds."""
-        if time.monotonic() - self._said < SECONDS_A_LINE:
-            return
-        self._said = time.monotonic()
+        """Print one line."""
         print(", ".join(filter(None, facts)), file=sys.stderr, flush=True)
 
     def stop(self) -> None:

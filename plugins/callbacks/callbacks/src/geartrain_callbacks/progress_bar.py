@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 import warnings
 from collections.abc import Generator, Iterable, Iterator
@@ -10,25 +11,31 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from geartrain import Run, hookimpl
-from geartrain.plugin_api import MappedBatches
+from geartrain.plugin_api import ClusterEnvironment, MappedBatches
 from geartrain_callbacks.callback import PluginCallback
-from geartrain_callbacks.lines import Count, Lines, metrics_text
+from geartrain_callbacks.headlines import BestEpoch, header, places
+from geartrain_callbacks.lines import Count, EpochLine, Lines, metrics_text
 
 if TYPE_CHECKING:
     from geartrain_callbacks.bars import Display
 
 
 class ProgressBar(PluginCallback):
-    """Show rank 0's progress on standard error, and the final table on standard output.
+    """Show rank 0's progress on standard error, and how a run ended on standard output.
+
+    A ``fit`` begins with its module and devices, and ends with the place of its files.
 
     Errors of the display never stop a run. ``enable_progress_bar=True`` selects this plugin. rich
     is imported on rank 0 only, because the import takes 0.1 s.
     """
 
     shows_progress = True
+    #: How the user gives a run a folder; the command line has another form.
+    output_option = 'output="DIR"'
 
     def __init__(self) -> None:
         self._display: Display | None = None
+        self._best: BestEpoch | None = None
         #: Active counts, outermost first: an epoch, and an evaluation inside it.
         self._counts: list[Count] = []
         #: The time of the next drawing. A step costs one comparison with it.
@@ -42,6 +49,9 @@ class ProgressBar(PluginCallback):
         self._counts, self._due, self._started = [], math.inf, time.monotonic()
         if run.world.rank == 0:
             with self._harmless():
+                if run.command == "fit":
+                    print(header(run), file=sys.stderr, flush=True)
+                    self._best = BestEpoch(run)
                 self._display = self._make_display()
 
     def _make_display(self) -> Display:
@@ -72,14 +82,11 @@ class ProgressBar(PluginCallback):
         if self._display is None:
             return
         self._count_epoch(run)
-        if isinstance(self._display, Lines):
-            (epoch,), shown = self._counts, {**run.logs.prog_bar, **run.logs.logged}
-            with self._harmless():
-                self._display.say(
-                    [f"{epoch.title}: step {run.step}", epoch.rate(), metrics_text(shown)]
-                )
-        else:
-            self._show(run)
+        shown = {**run.logs.prog_bar, **run.logs.logged}
+        with self._harmless():
+            is_best = self._best is not None and self._best.is_new(run)
+            line = EpochLine(self._counts[0], run.step, shown, is_best)
+            self._display.end_epoch(line, run.logs.prog_bar)
         self._due = math.inf
 
     def _count_epoch(self, run: Run) -> None:
@@ -148,6 +155,17 @@ class ProgressBar(PluginCallback):
 
     # --- end of the run --------------------------------------------------------------------------
 
+    @hookimpl(wrapper=True)
+    def launch(self, run: Run) -> Generator[None, Any, Any]:
+        """After a ``fit`` on all ranks, also of another process, say where its files are."""
+        result = yield
+        cluster, nodes = run.trainer.cluster, run.plan.num_nodes
+        is_first = run.world.rank == 0 and ClusterEnvironment.starts_rank_0(cluster, nodes)
+        if run.command == "fit" and is_first:
+            with self._harmless():
+                print(*places(run, self.output_option), sep="\n", flush=True)
+        return result
+
     @hookimpl
     def on_run_end(self, run: Run) -> None:
         self._stop()
@@ -195,10 +213,12 @@ class ProgressBar(PluginCallback):
         for name, value in sorted(run.metrics.items()):
             table.add_row(Text(name), f"{value:.6g}")  # Text: brackets in a name are not markup
         console = Console()
-        done = f"{run.step} steps, {run.epoch} epochs, " if run.command == "fit" else ""
-        console.print(
-            f"{run.command}: {done}{time.monotonic() - self._started:.1f} s", highlight=False
-        )
+        facts = [f"{time.monotonic() - self._started:.1f} s"]
+        if run.command == "fit":
+            best = self._best.text() if self._best else ""
+            facts = [f"{run.step} steps", f"{run.epoch} epochs", *facts, best]
+        closing = f"{run.command}: {', '.join(filter(None, facts))}"
+        console.print(Text(closing), soft_wrap=True)
         if run.metrics:
             console.print(table)
 
