@@ -1,5 +1,7 @@
 """Tests of commands run in a folder with a target; only core and the tools are installed."""
 
+import json
+
 import pytest
 from command_line import (
     chip,
@@ -31,3 +33,9 @@ __all__ = [
 @pytest.fixture(autouse=True)
 def _a_folder_with_a_target(folder, installed):
     pass
+
+
+@pytest.fixture
+def left(folder):
+    """Return a function: ``left("out", "summary.json")`` reads a JSON file of a run."""
+    return lambda run, name: json.loads((folder / run / name).read_text())

@@ -71,4 +71,6 @@ def test_the_first_command_and_those_after_it_work_in_one_shell(tmp_path):
     )
     assert done.returncode == 0, done.stdout
     assert re.search(r"val_acc\W+0\.9[7-9]", done.stdout), done.stdout
+    assert "saved in runs/digits-1\n" in done.stdout, done.stdout
+    assert "report: runs/report.html (1 run" in done.stdout, done.stdout
     assert "2 passed" in done.stdout, done.stdout

@@ -202,6 +202,7 @@ def test_a_new_project_trains_and_its_tests_pass(new, folder, command, monkeypat
         done = command("fit my_net.py --config config.yaml --max-epochs 5 --accelerator cpu")
         assert done.code == 0, done.err
         assert re.search(r"val_acc\W+0\.9", done.out), done.out
+        assert "saved in runs/my_net-1\n" in done.out
         import test_my_net
 
         test_my_net.test_config()

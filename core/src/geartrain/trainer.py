@@ -53,7 +53,7 @@ class Trainer(TrainerBase):
         plugins: names of installed plugins, files (``"my_hooks.py"``), classes or objects.
         callbacks: objects of ``geartrain.callbacks.Callback`` and plugins, in call order.
         block: plugins to exclude: names or ``DISTRIBUTION[name]``.
-        output: the run's folder; without it nothing is written.
+        output: the run's folder; without it nothing is written; command line: runs/MODULE-N.
         max_epochs: epochs to train; -1: no end; default: 1000, or no end with ``max_steps``.
         min_epochs: epochs to train before ``should_stop`` (early stopping, ``max_time``) ends it.
         max_steps: optimizer steps to train; -1: no end.

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,12 +55,20 @@ class SeveralRanks(RankCoordinator):
             "parameters": parameters,
             "buffers": {name: [*buffer.shape] for name, buffer in run.module.named_buffers()},
         }
-        first = run.hooks.broadcast(run=run, obj=settings, src=0)
+        first, folder = run.hooks.broadcast(run=run, obj=(settings, run.output), src=0)
         differences = [
             f"{message}: {_first_difference(first[message], settings[message])}"
             for message in settings
             if first[message] != settings[message]
         ]
+        # On the command line rank 0 alone knows the folder of a fit without --output.
+        if getattr(run.trainer, "takes_folder_of_rank_0", False) and None not in (
+            folder,
+            run.output,
+        ):
+            if checkpoint is not None and folder != run.output:
+                differences.append(f"the run to resume: {folder}, {run.output}")
+            _set_folder(run, folder)
         table = run.hooks.log_sync(
             run=run, values=torch.tensor([len(differences)], dtype=torch.float64)
         )
@@ -163,6 +172,14 @@ class SeveralRanks(RankCoordinator):
         self, run: Run, metrics: Mapping[str, LocalMetric]
     ) -> tuple[dict[str, float], dict[str, MetricOptions], bool]:
         return metrics_of_ranks.sync(run, metrics)
+
+
+def _set_folder(run: Run, folder: Path) -> None:
+    run.output, run.plan = folder, replace(run.plan, output=folder)
+    run.trainer.plan = run.plan
+    for part in run.hooks.parts:
+        if part.info.is_core and part.info.name == "folder":
+            part.plugin.path = folder
 
 
 def _marked(run: Run, batches: Iterable[tuple[Any, bool]]) -> Iterator[Any]:

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
-from geartrain import Trainer, UsageError
+from geartrain import Module, Trainer, UsageError
 from geartrain.plugin_api import (
     KNOWN,
     Registry,
@@ -44,7 +44,7 @@ _SPELT_OTHERWISE = {
 }
 #: Options that only some commands have. A file of --print-config may hold those of another command.
 _OF_SOME = {
-    *("checkpoint", "resume", "json", "hooks", "assume"),
+    *("checkpoint", "resume", "no_output", "json", "hooks", "assume"),
     # of geartrain tune
     *("min_lr", "max_lr", "num_training", "mode", "early_stop_threshold"),
     *("init_val", "max_trials", "steps_per_trial", "batch_arg_name"),
@@ -119,12 +119,15 @@ def read_arguments(
     target: Target | None,
     defaults: Mapping[str, Any] | None = None,
     options: Mapping[str, tuple[Any, Any, str]] | None = None,
+    choose_folder: Callable[[Namespace, type[Module]], None] | None = None,
 ) -> Request:
     """Read the arguments of one command and make its trainer.
 
     Args:
         defaults: options of lower priority than config files, in the form of a config file.
         options: the command's own options -> (type, default, help).
+        choose_folder: called with the values and the module's class before the trainer is made; it
+            may set ``values.output``.
 
     Raises:
         UsageError: an argument is wrong.
@@ -165,8 +168,28 @@ def read_arguments(
             "--resume continues with everything, --checkpoint starts from the weights alone. "
             "Fix: give one of them"
         )
+    _settle_output(values, names)
+    if choose_folder is not None:
+        choose_folder(values, target[0])
     trainer = Trainer(**_trainer_arguments(names, values, groups))
     return Request(trainer, parser, values, target)
+
+
+def _settle_output(values: Namespace, names: Names) -> None:
+    """Let ``--output`` and ``--no-output`` override a config file.
+
+    Raises:
+        UsageError: both are given.
+    """
+    if not values.get("no_output") or values.output is None:
+        return
+    typed = {token.partition("=")[0] for token in names.rest} & {"--output", "--no_output"}
+    if len(typed) != 1:
+        raise UsageError("--output and --no-output contradict each other. Fix: give one of them")
+    if "--output" in typed:
+        values.no_output = False
+    else:
+        values.output = None
 
 
 # --- first pass: names ----------------------------------------------------------------------------
@@ -252,7 +275,7 @@ def _normalise(argv: list[str]) -> list[str]:
         name
         for name, p in inspect.signature(Trainer).parameters.items()
         if "bool" in str(p.annotation)
-    } | {"json", "hooks"}
+    } | {"json", "hooks", "no_output"}
     tokens = []
     for i, token in enumerate(argv):
         if token in ("-q", "--quiet"):
@@ -409,10 +432,13 @@ def build_parser(
             default=None,
             help="first read the model's weights from this file",
         )
+    if command in ("fit", "explain"):
+        text = "save nothing; without it and --output a fit is saved in runs/MODULE-N"
+        parser.add_argument("--no_output", type=bool, default=False, help=text)
     if command == "fit":
         text = (
-            "resume from this checkpoint; without a value: from the last one in --output; "
-            "auto: from the last one if it exists"
+            "resume from this checkpoint; without a value: from the last one in --output, or of "
+            "the newest run; auto: from the last one if it exists"
         )
         parser.add_argument("--resume", type=str | None, default=None, help=text)
         optimizers.add_options(parser)

@@ -6,12 +6,14 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from geartrain import Trainer, UsageError
 from geartrain.plugin_api import check_module
-from geartrain_cli.arguments import read_arguments
+from geartrain_cli.arguments import Request, read_arguments
+from geartrain_cli.folders import RunFolders
 from geartrain_cli.json_output import errors_as_json, print_result, printed_on_stderr
 from geartrain_cli.predictions import save_predictions
 from geartrain_cli.target import Target
@@ -43,10 +45,25 @@ def command(
 def _run(
     name: str, argv: list[str], target: Target | None, defaults: Mapping[str, Any] | None
 ) -> Trainer:
-    request = read_arguments(name, argv, target, defaults, _OPTIONS)
+    folders = RunFolders()
+    try:
+        choose = partial(folders.choose, name)
+        request = read_arguments(name, argv, target, defaults, _OPTIONS, choose)
+        # geartrain.parallel reads it.
+        vars(request.trainer).update(takes_folder_of_rank_0=folders.is_numbered)
+        return _run_request(name, argv, target, request)
+    finally:
+        folders.close()
+
+
+def _run_request(name: str, argv: list[str], target: Target | None, request: Request) -> Trainer:
     check_module(request.target[0], name)
     trainer = request.trainer
-    writes = any(getattr(part.plugin, "writes_predictions", False) for part in trainer.hooks.parts)
+    plugins = [part.plugin for part in trainer.hooks.parts]
+    for plugin in plugins:
+        if hasattr(plugin, "output_option"):  # the progress bar names the option
+            plugin.output_option = "--output DIR"
+    writes = any(getattr(plugin, "writes_predictions", False) for plugin in plugins)
     needs_folder = not writes and not trainer.plan.options.fast_dev_run
     if name == "predict" and trainer.output is None and needs_folder:
         raise UsageError("predict writes predictions.pt into a folder. Fix: --output DIR")

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from rich.table import Table
 from geartrain import Trainer, TrainingError, UsageError
 from geartrain.plugin_api import check_module, nearest, replacing
 from geartrain_cli.arguments import Request, read_arguments
+from geartrain_cli.folders import RunFolders
 from geartrain_cli.target import Target
 from geartrain_tools.tuner import LRFinder, Tuner
 from geartrain_tools.tuner.tuner import learning_rate_of, owners_of
@@ -84,9 +86,14 @@ def command(
         raise UsageError(
             f"{given} Fix: geartrain tune lr TARGET, or geartrain tune batch-size TARGET"
         )
-    request = read_arguments(f"{name} {argv[0]}", argv[1:], target, defaults, _OPTIONS[argv[0]])
-    check_module(request.target[0], "fit")
-    _FINDERS[argv[0]](request)
+    label, folders = f"{name} {argv[0]}", RunFolders()
+    try:
+        choose = partial(folders.choose, name)
+        request = read_arguments(label, argv[1:], target, defaults, _OPTIONS[argv[0]], choose)
+        check_module(request.target[0], "fit")
+        _FINDERS[argv[0]](request)
+    finally:
+        folders.close()
     return request.trainer
 
 
