@@ -10,7 +10,7 @@ geartrain-callbacks precision 16-mixed 64-true bf16-mixed bf16-true
 geartrain-callbacks plugin accumulation_scheduler backbone_finetuning compile csv detect_anomaly
 geartrain-callbacks plugin deterministic early_stopping ema evaluation_outputs lr_monitor
 geartrain-callbacks plugin manual_optimisation model_checkpoint model_summary nan_guard norms
-geartrain-callbacks plugin overfit overrides prediction_writer progress provenance
+geartrain-callbacks plugin overfit overrides prediction_writer progress progress_lines provenance
 geartrain-callbacks plugin reload_dataloaders swa throughput timed_validation timer training_outputs
 geartrain-cli command explain fit plugins predict test validate
 geartrain-cuda accelerator cuda
