@@ -114,7 +114,7 @@ def test_a_folder_that_cannot_be_made(refused, folder):
     (folder / "runs").write_text("a file")
     error = refused("fit net.py --max-epochs 1")
     assert "cannot be saved in runs/net-1: " in error
-    assert "Fix: --output DIR, or --no-output" in error
+    assert "Fix: --output DIR, or fit with --no-output" in error
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -209,11 +209,13 @@ def test_resume_auto_starts_one_run_and_then_continues_it(command, folder, left)
 def test_an_interrupted_run_is_resumed_by_the_line_that_it_prints(command, write, folder, left):
     write(
         "mine.py",
-        "from net import Data, Net\n\n"
+        "from net import *\n\n"
         "class Mine(Net):\n"
         "    def on_train_epoch_start(self):\n"
         "        if self.current_epoch == 1 and not self.trainer.plan.resumes:\n"
-        "            raise KeyboardInterrupt\n",
+        "            raise KeyboardInterrupt\n"
+        "    def train_dataloader(self):\n"
+        "        return Data().train_dataloader()\n",
     )
     done = command("fit mine.py --max-epochs 2")
     assert done.code == 1
