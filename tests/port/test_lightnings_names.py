@@ -13,7 +13,7 @@ from geartrain import UsageError
 NAMES = {
     "gt.Callback": "Write: geartrain.callbacks.Callback",
     "gt.LightningCLI": "Write: gt.cli(",
-    "gt.callbacks.TQDMProgressBar": "Write: nothing: geartrain-callbacks has a progress bar",
+    "gt.callbacks.LearningRateFinder": "Write: geartrain tune lr",
     "gt.callbacks.RichModelSummary": "Write: geartrain.callbacks.ModelSummary",
     "gt.loggers.TensorBoardLogger": "Write: geartrain.loggers.TensorBoard",
 }
@@ -27,7 +27,9 @@ def test_a_name_of_lightning_names_its_counterpart(name):
     assert NAMES[name] in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["gt.callbacks.TQDMProgressBar", "gt.loggers.TensorBoardLogger"])
+@pytest.mark.parametrize(
+    "name", ["gt.callbacks.LearningRateFinder", "gt.loggers.TensorBoardLogger"]
+)
 def test_importing_a_name_of_lightning_names_its_counterpart(name):
     module, _, attribute = name.replace("gt", "geartrain").rpartition(".")
     with pytest.raises(ImportError) as refused:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from geartrain_callbacks.norms import Norms, grad_norm
     from geartrain_callbacks.precision import MixedPrecision, ScaledPrecision, TruePrecision
     from geartrain_callbacks.prediction_writer import BasePredictionWriter, PredictionWriter
-    from geartrain_callbacks.progress_bar import ProgressBar
+    from geartrain_callbacks.progress_bar import ProgressBar, RichProgressBar, TQDMProgressBar
     from geartrain_callbacks.swa import StochasticWeightAveraging
     from geartrain_callbacks.throughput import Throughput
     from geartrain_callbacks.throughput_monitor import ThroughputMonitor
@@ -57,8 +57,10 @@ __all__ = [
     "Norms",
     "PredictionWriter",
     "ProgressBar",
+    "RichProgressBar",
     "ScaledPrecision",
     "StochasticWeightAveraging",
+    "TQDMProgressBar",
     "Table",
     "Throughput",
     "ThroughputMonitor",
@@ -85,7 +87,7 @@ _NAMES = {
     "norms": "Norms grad_norm",
     "precision": "MixedPrecision ScaledPrecision TruePrecision",
     "prediction_writer": "BasePredictionWriter PredictionWriter",
-    "progress_bar": "ProgressBar",
+    "progress_bar": "ProgressBar RichProgressBar TQDMProgressBar",
     "swa": "StochasticWeightAveraging",
     "throughput": "Throughput",
     "throughput_monitor": "ThroughputMonitor",

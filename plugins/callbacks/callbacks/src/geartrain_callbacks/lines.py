@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 #: Seconds between two lines of a long epoch without a terminal.
 SECONDS_A_LINE = 30.0
@@ -56,8 +57,12 @@ class Count:
         return f"{timedelta(seconds=round(seconds))} left"
 
 
-def metrics_text(metrics: dict[str, float]) -> str:
-    return " ".join(f"{name}={value:.4g}" for name, value in metrics.items())
+def metrics_text(metrics: Mapping[str, Any]) -> str:
+    """Return metrics in one line; a progress bar's ``get_metrics`` may also give texts."""
+    return " ".join(
+        f"{name}={value}" if isinstance(value, str) else f"{name}={float(value):.4g}"
+        for name, value in metrics.items()
+    )
 
 
 @dataclass(slots=True)

@@ -10,17 +10,18 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from geartrain import Run, hookimpl
+from geartrain import Run, UsageError, hookimpl
 from geartrain.plugin_api import ClusterEnvironment, MappedBatches
 from geartrain_callbacks.callback import PluginCallback
 from geartrain_callbacks.headlines import BestEpoch, header, places
 from geartrain_callbacks.lines import Count, EpochLine, Lines, metrics_text
+from geartrain_callbacks.progress_names import ProgressNames
 
 if TYPE_CHECKING:
     from geartrain_callbacks.bars import Display
 
 
-class ProgressBar(PluginCallback):
+class ProgressBar(ProgressNames, PluginCallback):
     """Show rank 0's progress on standard error, and how a run ended on standard output.
 
     A ``fit`` begins with its module and devices, and ends with the place of its files.
@@ -46,6 +47,7 @@ class ProgressBar(PluginCallback):
 
     @hookimpl
     def on_run_start(self, run: Run) -> None:
+        self._run = run
         self._counts, self._due, self._started = [], math.inf, time.monotonic()
         if run.world.rank == 0:
             with self._harmless():
@@ -79,14 +81,14 @@ class ProgressBar(PluginCallback):
 
     @hookimpl
     def on_epoch_end(self, run: Run) -> None:
-        if self._display is None:
+        if self._display is None or self.is_disabled:
             return
         self._count_epoch(run)
         shown = {**run.logs.prog_bar, **run.logs.logged}
         with self._harmless():
             is_best = self._best is not None and self._best.is_new(run)
             line = EpochLine(self._counts[0], run.step, shown, is_best)
-            self._display.end_epoch(line, run.logs.prog_bar)
+            self._display.end_epoch(line, self.get_metrics(run.trainer, run.module))
         self._due = math.inf
 
     def _count_epoch(self, run: Run) -> None:
@@ -179,9 +181,10 @@ class ProgressBar(PluginCallback):
         return (yield)
 
     def _show(self, run: Run) -> None:
-        if self._display is not None:
+        if self._display is not None and self.is_enabled:
             with self._harmless():
-                self._display.show(self._counts, run.logs.prog_bar)
+                metrics = self.get_metrics(run.trainer, run.module)
+                self._display.show(self._counts, metrics)
         self._due = math.inf if self._display is None else time.monotonic() + self._display.pause
 
     def _stop(self) -> None:
@@ -258,3 +261,26 @@ def _batches_to_evaluate(run: Run) -> int | None:
     if run.stage != "sanity_check" or limit == -1:
         return total
     return limit if total is None else min(total, limit)
+
+
+class RichProgressBar(ProgressBar):
+    """The progress bar with PyTorch Lightning's name and options.
+
+    Args:
+        refresh_rate: 0 turns the bar off; it is drawn at most ten times a second.
+        leave: accepted; finished epochs always stay.
+
+    Raises:
+        UsageError: ``refresh_rate`` is no number of batches.
+    """
+
+    def __init__(self, refresh_rate: int = 1, leave: bool = False) -> None:
+        super().__init__()
+        if type(refresh_rate) is not int or refresh_rate < 0:
+            message = f"geartrain-callbacks[progress]: refresh_rate={refresh_rate!r}"
+            raise UsageError(f"{message}. Fix: a number of batches, or 0 for no bar")
+        self.refresh_rate, self.leave = refresh_rate, leave
+
+
+class TQDMProgressBar(RichProgressBar):
+    """The same bar under the name of PyTorch Lightning's other one."""

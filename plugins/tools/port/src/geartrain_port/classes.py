@@ -47,6 +47,8 @@ _CLASSES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
             "",
         ),
     ),
+    "RichProgressBar": (("refresh_rate", "leave"), {"theme": "", "console_kwargs": ""}),
+    "TQDMProgressBar": (("refresh_rate", "process_position", "leave"), {"process_position": ""}),
     "RichModelSummary": (("max_depth",), {}),
     "ModelCheckpoint": (
         ("dirpath", "filename", "monitor", "verbose", "save_last", "save_top_k"),

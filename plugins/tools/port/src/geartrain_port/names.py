@@ -51,7 +51,10 @@ TARGETS = {
             "EMAWeightAveraging",
             "GradientAccumulationScheduler",
             "LambdaCallback",
+            "ProgressBar",
+            "RichProgressBar",
             "StochasticWeightAveraging",
+            "TQDMProgressBar",
             "ThroughputMonitor",
             "WeightAveraging",
         )
@@ -87,9 +90,6 @@ TARGETS = {
 MODULES = ("accelerators", "callbacks", "loggers", "strategies")
 
 _CLI = "gt.cli(MyModule, MyDataModule) as the script's last line"
-_PROGRESS_BAR = (
-    "nothing: geartrain-callbacks has a progress bar; enable_progress_bar=False turns it off"
-)
 #: Names or modules without a counterpart.
 INSTEAD = {
     "rank_zero_only": "if self.global_rank == 0, or trainer.is_global_zero",
@@ -101,8 +101,6 @@ INSTEAD = {
     "Tuner": "geartrain.tuning.Tuner, or the command geartrain tune",
     "LearningRateFinder": "geartrain tune lr",
     "BatchSizeFinder": "geartrain tune batch-size",
-    "RichProgressBar": _PROGRESS_BAR,
-    "TQDMProgressBar": _PROGRESS_BAR,
     "OnExceptionCheckpoint": "ModelCheckpoint, or your own Callback with on_exception",
     "metrics": "the package torchmetrics; with geartrain-callbacks, self.log takes its objects",
     "callbacks": "a subclass of geartrain.callbacks.Callback, see docs/callbacks.md",
