@@ -70,7 +70,8 @@ API_SECTIONS = {
         "KNOWN",
     ),
     "Messages and options": (
-        *("nearest", "write_instead", "user_path", "check_attributes", "check_module"),
+        *("nearest", "write_instead", "warn", "is_of_user", "user_path", "check_attributes"),
+        "check_module",
     ),
     "Files": ("replacing", "AppendedFile", "remove_abandoned"),
     "Loaders and batches": (

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -23,8 +22,8 @@ from geartrain.checkpoint.checkpoints import (
 from geartrain.data.loaders import loader_batch_size
 from geartrain.data.seeding import seed_everything
 from geartrain.data.sources import DataSource, read_loaders
-from geartrain.errors import GeartrainError, TrainingError, UsageError
-from geartrain.errors.distributions import import_from
+from geartrain.errors import GeartrainError, TrainingError, UsageError, warn
+from geartrain.errors.distributions import import_from, import_optional
 from geartrain.errors.hints import write_instead
 from geartrain.hooks.manager import Hooks
 from geartrain.hooks.spelling import warn_of_others
@@ -96,6 +95,7 @@ class Trainer(TrainerBase):
 
     #: The DataModule of the last run.
     datamodule: DataModule | None = None
+    refusal: ClassVar[str] = ""  #: If it is not empty, every run is refused with it.
     # Properties of TrainerView, in geartrain-callbacks.
     logged_metrics: dict[str, torch.Tensor]
     num_training_batches: int | float
@@ -344,6 +344,8 @@ class Trainer(TrainerBase):
         optimizer: Any = None,
         resumes: bool = False,
     ) -> Any:
+        if Trainer.refusal:
+            raise UsageError(Trainer.refusal)
         if model is None and command != "fit":
             model, datamodule, checkpoint = self._as_before(command, given, datamodule, checkpoint)
         model = _as_module(command, model, loss, optimizer)
@@ -357,8 +359,12 @@ class Trainer(TrainerBase):
         if datamodule is not None:
             check_data(datamodule)
         source = DataSource(given, datamodule)
-        with self._setup.reserved_folder(resumes):
-            return self._launch(command, model, source, checkpoint, resumes)
+        try:
+            with self._setup.reserved_folder(resumes):
+                return self._launch(command, model, source, checkpoint, resumes)
+        except Exception as error:
+            self.hooks.explain(error, notes=False)
+            raise  # GEARTRAIN_TRACEBACK=1 shows all lines of geartrain
 
     def _launch(
         self, command: str, model: Module, source: DataSource, checkpoint: Any, resumes: bool
@@ -419,7 +425,7 @@ class Trainer(TrainerBase):
             checkpoint = "best"
             if self.is_global_zero:
                 message = f"{command} without a model reads the best weights"
-                warnings.warn(f"{message}. Say ckpt_path='best', or give the model", stacklevel=4)
+                warn(f"{message}. Say ckpt_path='best', or give the model")
         return self._run.module, datamodule, checkpoint
 
     def _per_loader(self, stage: str, metrics: dict[str, float]) -> list[dict[str, float]]:
@@ -448,7 +454,8 @@ class Trainer(TrainerBase):
             try:  # once more, for the error, which may be a property's own
                 return object.__getattribute__(self, name)
             except AttributeError as error:
-                view = None if name.startswith("__") else _view()
+                views = import_optional("geartrain_callbacks.trainer_view")
+                view = None if views is None or name[:2] == "__" else views.TrainerView
                 if view is not None and hasattr(view, name):
                     return getattr(view(self, self._run), name)
                 more = "" if view else ". More of Lightning's: pip install geartrain-callbacks"
@@ -497,12 +504,14 @@ class Trainer(TrainerBase):
 
     @property
     def should_stop(self) -> bool:
-        """Set it to end training: on all ranks, at the next flush or the end of the epoch."""
+        """Set it to end training after this step; with several ranks at the next flush."""
         return bool(self._run and self._run.should_stop)
 
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
         self.run.should_stop = value
+        if self.world_size == 1:
+            self.run.logs.stop = value  # at the next step: no other rank has to agree
 
 
 def _as_module(command: str, model: Any, loss: Any, optimizer: Any) -> Any:
@@ -517,10 +526,3 @@ def _as_module(command: str, model: Any, loss: Any, optimizer: Any) -> Any:
     if isinstance(model, Module):
         vars(model).pop("_compile_with", None)
     return model
-
-
-def _view() -> Any:
-    """Return the class of Lightning's other attributes; ``None`` without geartrain-callbacks."""
-    with suppress(ImportError):
-        return import_from("geartrain_callbacks.trainer_view", "").TrainerView
-    return None

@@ -96,7 +96,7 @@ class Fails:
 def blamed(hooks, call):
     with pytest.raises(RuntimeError, match="broken") as caught:
         call()
-    hooks.blame(caught.value)
+    hooks.explain(caught.value)
     return getattr(caught.value, "__notes__", [])
 
 

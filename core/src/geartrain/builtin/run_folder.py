@@ -43,7 +43,7 @@ class RunFolder:
 
     def __init__(self, path: Path, first: bool = True) -> None:
         if path.exists() and not path.is_dir():
-            raise UsageError(f"output={str(path)!r} is not a folder.")
+            raise UsageError(f"output={str(path)!r} is a file. Fix: name a folder")
         self.path, self._starts_run = path, first
         #: True after the first run of this object: later ones continue in its folder.
         self._owns_folder = False
@@ -70,6 +70,8 @@ class RunFolder:
         with _locked(self.path):
             self._refuse_other_run(resumes)  # under the lock, so that only one of two runs passes
             began, before = self._owns_folder, _changed(self.path / "plan.json")
+            if before and not began and not resumes:  # of a run that failed early
+                (self.path / "metrics.jsonl").unlink(missing_ok=True)
             self._owns_folder = True
             try:
                 yield
@@ -86,12 +88,20 @@ class RunFolder:
             self._refuse_other_run(plan.resumes)
 
     def _refuse_other_run(self, resumes: bool) -> None:
-        if not self._owns_folder and not resumes and (self.path / "plan.json").exists():
+        begins = not (self._owns_folder or resumes)
+        if begins and (self.path / "plan.json").exists() and not self._has_failed_early():
             raise UsageError(
                 f"output={str(self.path)!r} already contains a run, which geartrain does not "
                 "overwrite. Fix: use another folder; or remove this one; or resume its run with "
                 "fit(..., ckpt_path='last'), on the command line with --resume"
             )
+
+    def _has_failed_early(self) -> bool:
+        """True if the run in the folder failed before its first checkpoint: none can resume it."""
+        with suppress(OSError, ValueError):
+            summary = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
+            return summary["status"] != "done" and not any(self.path.rglob("*.ckpt"))
+        return False
 
     @hookimpl
     def on_run_start(self, run: Run) -> None:

@@ -5,7 +5,6 @@ Parts rank and name their own files (``find_checkpoint``), as ModelCheckpoint ra
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from geartrain._version import __version__
 from geartrain.checkpoint import files as checkpoint_file
 from geartrain.checkpoint.training_state import check_resumable, load_training_state, training_state
-from geartrain.errors import TrainingError, UsageError
+from geartrain.errors import TrainingError, UsageError, warn
 from geartrain.files.atomic import make_folder, reason
 from geartrain.files.paths import user_path
 from geartrain.launch.cluster import detect
@@ -260,6 +259,4 @@ def _warn_of(damaged: list[Path], used: Path) -> None:
         cause = "the run was stopped before it saved a last checkpoint"
         if damaged:
             cause = f"damaged, or saved by another program: {', '.join(map(str, damaged))}"
-        warnings.warn(
-            f"{cause}. Used instead: {used}, the newest complete checkpoint", stacklevel=2
-        )
+        warn(f"{cause}. Used instead: {used}, the newest complete checkpoint")

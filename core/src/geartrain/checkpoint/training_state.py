@@ -12,7 +12,6 @@ rank, the one collective that every strategy has.
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from geartrain.data.loaders import describe
 from geartrain.data.seeding import random_state, set_random_state
 from geartrain.data.stage import Stage
-from geartrain.errors import TrainingError, UsageError
+from geartrain.errors import TrainingError, UsageError, warn
 from geartrain.errors.distributions import import_from
 from geartrain.hooks.plugin_info import LoadedPlugin, keeps_state
 from geartrain.metrics.objects import libraries
@@ -131,7 +130,7 @@ def _portable(state: Any, owner: str) -> Any:
         return map_tensors(state, _to_cpu)
     message = f"{owner}: its state_dict() holds {unsupported}, which cannot be read as data alone"
     hint = "tensors, numbers, strings, and lists, tuples and dicts of them"
-    warnings.warn(f"{message}, so checkpoints leave it out. Fix: {hint}", stacklevel=2)
+    warn(f"{message}, so checkpoints leave it out. Fix: {hint}")
     return None
 
 
@@ -232,7 +231,7 @@ def check_resumable(run: Run, state: dict[str, Any], path: Path, may_be_done: bo
         if done > end or not may_be_done:
             raise UsageError(f"{message}, and {name}={end}. Fix: use a larger {name}")
         if run.world.rank == 0:
-            warnings.warn(f"{message}, and {name}={end}. Nothing is trained", stacklevel=2)
+            warn(f"{message}, and {name}={end}. Nothing is trained")
     total, same_size = run.stages["train"].batches[0], len(fit["ranks"]) == run.world.size
     again = options.reload_dataloaders_every_n_epochs  # the loaders may be those of another epoch
     if same_size and not again and total is not None and fit["batch_idx"] > total:
@@ -291,7 +290,7 @@ def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
     if others:
         hint = "start from its weights with checkpoint= (on the command line --checkpoint)"
         message = f"{path} has {', '.join(others)}. The checkpoint's settings are used"
-        warnings.warn(f"{message}. Fix if unmeant: {hint}", stacklevel=2)
+        warn(f"{message}. Fix if unmeant: {hint}")
     _warn_of_replay(run, batch_idx)
 
 
@@ -304,16 +303,14 @@ def _warn_of_replay(run: Run, batch_idx: int) -> None:
             message = "cannot be told where to resume"
             if one_shot:
                 message = "is an iterator, which continues from its own position"
-            warnings.warn(
-                f"{describe(loader)} {message}: {batch_idx} batches are taken from it and thrown "
-                "away. They are those that were trained on only if it gives the same again",
-                stacklevel=2,
-            )
+            message = f"{describe(loader)} {message}: {batch_idx} batches are taken from it and"
+            hint = "They are those that were trained on only if it gives the same again"
+            warn(f"{message} thrown away. {hint}")
     stay = [each for each in _loaders(run) if getattr(each, "persistent_workers", False)]
     if stay and run.epoch and run.world.rank == 0:
         message = f"the persistent workers of {describe(stay[0])} start again: if its dataset draws"
         message += " random numbers, they are others than without a stop"
-        warnings.warn(f"{message}. Fix if it does: persistent_workers=False", stacklevel=2)
+        warn(f"{message}. Fix if it does: persistent_workers=False")
 
 
 def _other_settings(run: Run, fit: dict[str, Any]) -> list[str]:
@@ -404,7 +401,7 @@ def _load_parts(run: Run, fit: dict[str, Any], unshared: dict[str, Any], path: P
     if absent := sorted(known - parts.keys()):
         stateless.append(f"it has state of {', '.join(absent)}, which this run does not have")
     if stateless and run.world.rank == 0:
-        warnings.warn(f"{path}: {'; '.join(stateless)}", stacklevel=2)
+        warn(f"{path}: {'; '.join(stateless)}")
 
 
 # --- random generators ----------------------------------------------------------------------------
@@ -435,7 +432,7 @@ def set_random(run: Run, state: dict[str, Any]) -> None:
     before = len(state["loaders"])
     if len(found) != before:
         message = f"the loaders have {len(found)} generators, and had {before}"
-        warnings.warn(f"{message}: their order starts from scratch", stacklevel=2)
+        warn(f"{message}: their order starts from scratch")
         return
     for generator, numbers in zip(found, state["loaders"], strict=True):
         generator.set_state(numbers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing import util
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
-from geartrain.errors import TrainingError, UsageError
+from geartrain.errors import TrainingError, UsageError, warn
 from geartrain.module.module import overridden
 
 if TYPE_CHECKING:
@@ -198,13 +197,11 @@ class BatchSizer:
             return first_size
         weight = first_size(batch) if expected is None else expected
         if self._warns:
-            warnings.warn(
-                f"a batch of {describe(self._loader)} does not say how many samples it has: the "
-                f"first dimensions of its tensors are {found}, and the loader's batch size is "
-                f"{size}. Its size is taken to be {weight}. Fix: self.log(..., batch_size=NUMBER), "
-                "or let the batch have an attribute batch_size",
-                stacklevel=2,
-            )
+            message = f"a batch of {describe(self._loader)} does not say how many samples it has: "
+            message += f"the first dimensions of its tensors are {found}, and the loader's batch "
+            message += f"size is {size}. Its size is taken to be {weight}"
+            hint = "self.log(..., batch_size=NUMBER), or let the batch have an attribute batch_size"
+            warn(f"{message}. Fix: {hint}")
         return first_size if expected is None else lambda _: expected
 
 

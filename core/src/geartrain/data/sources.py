@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from geartrain.data.loaders import is_loader
-from geartrain.errors import UsageError
+from geartrain.errors import UsageError, warn
 from geartrain.errors.distributions import import_from
 from geartrain.module.module import DataModule, Module, overridden
 
@@ -42,18 +41,18 @@ class DataSource:
         return UsageError(f"there is no loader to {stage}. Fix: {hint}")
 
     def check(self, stage: str, module: Module) -> None:
-        """Refuse a stage of a command if no loaders are given and no method makes them.
+        """Refuse a stage of a command without a source of loaders, or with two.
 
         Raises:
-            UsageError: there is no source of loaders.
+            UsageError: no loaders are given, and no method makes them; or both.
         """
         method, data = _METHODS[stage], self.datamodule
         makes = (data is not None and overridden(data, method)) or hasattr(module, method)
         if self.given.get(stage) is None and not makes:
             raise self.missing(stage)
         if self.given.get(stage) is not None and data is not None and overridden(data, method):
-            message = f"a loader is given, so {type(data).__name__}.{method} is not used"
-            warnings.warn(message, stacklevel=2)
+            message = f"a {stage} loader is given, and {type(data).__name__} has {method}"
+            raise UsageError(f"{message}. Fix: give one of them")
 
     def loaders(self, stage: str, module: Module) -> list[Iterable[Any]]:
         """Return the loaders of a stage: those given, else the DataModule's, else the module's.
@@ -69,7 +68,7 @@ class DataSource:
             given = getattr(owner, method)()
             if given is None and stage == "validate":
                 message = f"{type(owner).__name__}.{method} returned None"
-                warnings.warn(f"{message}, so there is nothing to validate", stacklevel=2)
+                warn(f"{message}, so there is nothing to validate")
         return [] if given is None else read_loaders(given, stage)
 
 

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
+from types import FrameType
+
+#: Packages that call the user's code, or that it calls.
+_OF_OTHERS = {*sys.stdlib_module_names, "pluggy", "torch"}
 
 
 class GeartrainError(Exception):
@@ -21,12 +28,31 @@ class TrainingError(GeartrainError, RuntimeError):
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return a sentence for an error about an unknown name: the nearest known one, otherwise all.
 
-    A metric of several loaders has names as ``val_loss/dataloader_idx_0``: ``name/...`` is nearest.
+    Nearest are ``name/...``, a metric of several loaders as ``val_loss/dataloader_idx_0``, and
+    ``..._name``: ``epochs`` is ``max_epochs``.
     """
     names = sorted(set(known))
-    if under := [candidate for candidate in names if candidate.startswith(f"{name}/")]:
+    if under := [n for n in names if n.startswith(f"{name}/") or n.endswith(f"_{name}")]:
         return f"Did you mean {under[0]!r}?"
     match = get_close_matches(name.lower(), [n.lower() for n in names], n=1)
     if match:
         return f"Did you mean {next(n for n in names if n.lower() == match[0])!r}?"
     return f"Known: {', '.join(names)}." if names else "None is defined."
+
+
+def is_of_user(frame: FrameType) -> bool:
+    """True if a frame is not of geartrain, its script, torch or Python."""
+    name = str(getattr(frame.f_globals.get("__spec__"), "name", frame.f_globals.get("__name__")))
+    root = name.partition(".")[0]
+    root = Path(frame.f_code.co_filename).name if root == "__main__" else root
+    return root.partition("_")[0] != "geartrain" and root not in _OF_OTHERS
+
+
+def warn(message: str) -> None:
+    """Warn at the user's innermost line, or at none: a line of geartrain's would tell nothing."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_of_user(frame):
+        frame = frame.f_back
+    place = ("geartrain", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+    once = (globals() if frame is None else frame.f_globals).setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, UserWarning, *place, registry=once)

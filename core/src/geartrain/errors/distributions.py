@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-import warnings
+from contextlib import suppress
 from importlib import import_module
 from itertools import chain
 from multiprocessing import parent_process
@@ -14,7 +14,7 @@ from typing import Any
 
 from importlib_metadata import EntryPoints, distributions
 
-from geartrain.errors import UsageError
+from geartrain.errors import UsageError, warn
 
 #: The folders that this process has warned about.
 _warned: set[str] = set()
@@ -72,7 +72,7 @@ def _warn(folder: str, error: Exception, fails_in_torch: bool) -> None:
         os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
         reason += ", and torch loads no device backends of other distributions"
     hint = "install that distribution again, or remove the folder"
-    warnings.warn(f"{folder} is skipped, because {reason}. Fix: {hint}", stacklevel=3)
+    warn(f"{folder} is skipped, because {reason}. Fix: {hint}")
 
 
 def canonical(distribution: str) -> str:
@@ -102,3 +102,10 @@ def import_from(package: str, wanted: str) -> ModuleType:
     distribution = package.partition(".")[0].replace("_", "-")
     message = f"{wanted} is not installed. Fix: pip install {distribution}"
     raise MissingDistributionError(message, name=distribution)
+
+
+def import_optional(package: str) -> ModuleType | None:
+    """Import a package as :func:`import_from`; ``None`` if its distribution is not installed."""
+    with suppress(ImportError):
+        return import_from(package, "")
+    return None

@@ -7,13 +7,12 @@ import io
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from geartrain.errors import TrainingError
+from geartrain.errors import TrainingError, warn
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -160,7 +159,7 @@ class AppendedFile:
         """
         if not self.path.exists():  # otherwise the lines would vanish with the open file
             message = f"{self.path} was removed or moved during the run"
-            warnings.warn(f"{message}. A new file has only what comes from here on", stacklevel=2)
+            warn(f"{message}. A new file has only what comes from here on")
             self._file.close()
             make_folder(self.path.parent)
             self._open()

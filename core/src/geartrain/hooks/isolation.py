@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import types
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pluggy import HookCaller
 
-from geartrain.errors import UsageError
+from geartrain.errors import UsageError, warn
 from geartrain.hooks.checks import Impl, is_single, wrong
 from geartrain.hooks.plugin_info import LoadedPlugin
 
@@ -37,7 +36,7 @@ def guarded(
             raise error
         if not failed:
             message = f"{part.info.label}: {hook} raised {type(error).__name__}: {error}"
-            warnings.warn(f"{message}. The run continues without this plugin.", stacklevel=3)
+            warn(f"{message}. The run continues without this plugin.")
         failed.append(error)
 
     replacement = types.SimpleNamespace()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import operator
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from pluggy import HookCaller, HookImpl
 
 from geartrain import hookspecs
 from geartrain.errors import UsageError
+from geartrain.errors.distributions import import_optional
 from geartrain.hooks.checks import (
     check_part,
     hooks_replaced_by,
@@ -323,41 +323,15 @@ class Hooks:
         setattr(self, hook, answer)
         return caller
 
-    def blame(self, error: BaseException) -> None:
-        """Add a note to ``error`` that names the plugin whose hookimpl raised it.
+    def implementations(self) -> list[tuple[str, HookImpl, PluginInfo | None]]:
+        """Return each hook's implementations, with the part of each; ``None``: added by hand."""
+        impls = ((hook, impl) for hook, c in self._specs.items() for impl in c.get_hookimpls())
+        return [(hook, impl, self._choice_of.get(id(impl.plugin))) for hook, impl in impls]
 
-        There is no note if core or the user's module raised it.
-        """
-        from geartrain.module.module import Module  # not above: planning needs no torch
-
-        impls: dict[Any, list[tuple[HookImpl, str]]] = {}
-        for hook, caller in self._specs.items():
-            for impl in caller.get_hookimpls():
-                if impl.trylast:  # the user's method, which the traceback shows
-                    continue
-                code = getattr(inspect.unwrap(impl.function), "__code__", None)
-                impls.setdefault(code, []).append((impl, hook))
-        # The innermost frame of a hookimpl raised the error; those around it only passed it on.
-        for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
-            if frame.f_code not in impls:
-                if isinstance(frame.f_locals.get("self"), Module):
-                    return
-                continue
-            # Two plugins may have inherited one function: then the frame has the plugin's object.
-            found, objects = impls[frame.f_code], frame.f_locals.values()
-            bound = [
-                candidate
-                for candidate in found
-                if any(candidate[0].plugin is value for value in objects)
-            ]
-            impl, hook = (bound or found)[0]
-            choice = self._choice_of.get(id(impl.plugin))
-            if choice is None:
-                owner = f"{impl.plugin_name}, which was registered by hand"
-                error.add_note(f"raised in hook {hook!r} of {owner}")
-            elif not choice.is_core:
-                error.add_note(f"raised in hook {hook!r} of {choice.label}")
-            return
+    def explain(self, error: BaseException, notes: bool = True) -> None:
+        """Let geartrain-callbacks shorten a traceback, and note the plugin that raised it."""
+        if (errors := import_optional("geartrain_callbacks.errors")) is not None:
+            errors.explain(error, self if notes else None)
 
 
 def _no_owner(**_: Any) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from geartrain.errors import UsageError
+from geartrain.errors import UsageError, warn
 from geartrain.errors.hints import hint
 
 _STAGES = ("training", "validation", "test")
@@ -130,7 +129,7 @@ def warn_of_others(
             caller = hint("method", name) if name.startswith("on_") else ""
         if caller and not _is_called(name, spaces):
             message = f"{label}: its {name} is a method of {caller}, and nothing calls it here"
-            warnings.warn(f"{message}. Fix: {remedy}", stacklevel=3)
+            warn(f"{message}. Fix: {remedy}")
 
 
 def refuse_unrun(cls: type, names: Iterable[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from itertools import islice
@@ -12,7 +11,7 @@ import torch
 
 from geartrain.checkpoint.training_state import random_now, restore_random_state, set_random
 from geartrain.data.loaders import close_batches
-from geartrain.errors import TrainingError, UsageError
+from geartrain.errors import TrainingError, UsageError, warn
 from geartrain.loop.evaluate import evaluate
 from geartrain.loop.losses import loss_in, weigh
 from geartrain.loop.optimizers import parameters_of, step_schedules, zero_grad
@@ -236,8 +235,7 @@ def _may_stop(run: Run) -> bool:
     if run.epoch >= epochs and run.step >= steps:
         return True
     if run.world.rank == 0:
-        message = f"should_stop waits for min_epochs={epochs} and min_steps={steps}"
-        warnings.warn(message, stacklevel=1)  # of this line, so that Python shows it once
+        warn(f"should_stop waits for min_epochs={epochs} and min_steps={steps}")
     return False
 
 
@@ -267,7 +265,7 @@ def _warn_if_untrained(run: Run, versions: list[int]) -> None:
         reason = "every training_step returned None, or a plugin dropped its gradients"
         hint = "return the loss from training_step"
     message = "no step of the first epoch trained anything"
-    warnings.warn(f"{message}: {reason}. Fix: {hint}", stacklevel=2)
+    warn(f"{message}: {reason}. Fix: {hint}")
 
 
 # --- when to validate -----------------------------------------------------------------------------

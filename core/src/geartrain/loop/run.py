@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from geartrain.errors import TrainingError, UsageError
 from geartrain.errors.distributions import import_from
-from geartrain.errors.hints import write_instead
 from geartrain.loop.ranks import RankCoordinator
 
 if TYPE_CHECKING:
@@ -296,7 +295,6 @@ class Run:
         was set up.
         """
         from geartrain.loop.stages import end_all_workers
-        from geartrain.module.module import Module
 
         undo: list[Callable[..., Any]] = []
         failures: list[BaseException] = []
@@ -305,13 +303,7 @@ class Run:
         except BaseException as error:
             failures.append(error)
             self.note_failure(error)
-            self.hooks.blame(error)
-            if (
-                isinstance(error, AttributeError)
-                and isinstance(error.obj, Module)
-                and (answer := write_instead("Module", str(error.name)))
-            ):
-                error.add_note(f"geartrain.Module has no {error.name!r}{answer}")
+            self.hooks.explain(error)
             self.loop.report_failure(error)
             _guard(failures, partial(self.hooks.on_exception, run=self, error=error))
         for owner in owners:

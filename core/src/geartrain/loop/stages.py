@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from geartrain.checkpoint.training_state import set_random
 from geartrain.data.loaders import describe, each_loader, end_workers, loader_batch_size
 from geartrain.data.stage import Stage
-from geartrain.errors import UsageError
+from geartrain.errors import UsageError, warn
 from geartrain.loop.step_forwarder import check_loader_count
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ def set_up_loaders(run: Run, stages: Sequence[str] | None = None) -> None:
         validates = callable(getattr(run.module, "validation_step", None))
         if is_optional and loaders and not validates:
             problem = f"{type(run.module).__name__} has no validation_step"
-            warnings.warn(f"{problem}: its {describe(loaders[0])} is not used", stacklevel=2)
+            warn(f"{problem}: its {describe(loaders[0])} is not used")
             loaders = []
         if is_optional and any(isinstance(loader, Iterator) for loader in loaders):
             message = "the validation loader is an iterator, which only one validation can read"

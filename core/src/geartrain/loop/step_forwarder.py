@@ -150,7 +150,7 @@ def _check_method(module: Module | type[Module], cls: type, name: str) -> None:
             raise UsageError(f"{message}. Fix: define it, or leave it out")
         return
     is_step = name in STEPS
-    called = is_step or name.startswith(("on_", "transfer_")) or name in OVERRIDES
+    called = is_step or name.startswith(("on_", "transfer_", "configure_o")) or name in OVERRIDES
     if not called or (not is_step and not overridden(module, name)):
         return
     if is_step:
@@ -222,6 +222,8 @@ def check_data(data: Any) -> None:
     Raises:
         UsageError: no DataModule, or a method that geartrain would never call.
     """
+    if isinstance(data, type) and issubclass(data, DataModule):
+        raise UsageError(f"datamodule={data.__name__} is a class. Fix: {data.__name__}(...)")
     if not isinstance(data, DataModule):
         message = f"datamodule={data!r} is not a geartrain.DataModule"
         raise UsageError(f"{message}. Fix: subclass geartrain.DataModule")

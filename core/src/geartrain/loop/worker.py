@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import traceback
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 from geartrain.checkpoint.checkpoints import InitialCheckpoint, load
 from geartrain.data.seeding import seed_everything
 from geartrain.data.sources import DataSource
-from geartrain.errors import TrainingError, UsageError
+from geartrain.errors import TrainingError, UsageError, warn
 from geartrain.hooks.events import methods_of
 from geartrain.hooks.plugin_info import PluginInfo
 from geartrain.loop.evaluate import evaluate
@@ -91,7 +90,7 @@ def _set_up_model(run: Run, start: InitialCheckpoint) -> None:
     in_eval_mode = sum(not part.training for part in run.module.modules())
     if run.command == "fit" and in_eval_mode:
         message = f"{in_eval_mode} submodules are in eval mode and stay so in training"
-        warnings.warn(f"{message}. Fix if unmeant: model.train() before fit", stacklevel=2)
+        warn(f"{message}. Fix if unmeant: model.train() before fit")
     run.model = run.hooks.wrap_model(run=run, model=run.loop.unwrapped)
     wrappers = run.hooks.implementers("wrap_model")
     run.loop.unwrapped.wrapped = any(not plugin.is_core for plugin in wrappers)
@@ -105,7 +104,7 @@ def _set_up_model(run: Run, start: InitialCheckpoint) -> None:
             raise UsageError(f"{message} after fit had begun. Fix: set it in __init__")
         run.wrap_optimizers(optimizers)
         if not optimizers:
-            warnings.warn("configure_optimizers returned None: nothing is stepped", stacklevel=2)
+            warn("configure_optimizers returned None: nothing is stepped")
     load(run, start)
 
 
@@ -115,7 +114,7 @@ def _warn_of_parameters_without_optimizer(run: Run, optimizers: Sequence[Optimiz
     if forgotten and stepped and run.world.rank == 0:
         message = f"{len(forgotten)} trainable parameters are in no optimizer, such as "
         message += f"{forgotten[0]}. Fix: give configure_optimizers all, or requires_grad_(False)"
-        warnings.warn(message, stacklevel=2)
+        warn(message)
 
 
 @contextmanager

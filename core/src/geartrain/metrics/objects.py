@@ -8,7 +8,6 @@ library.
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import cache
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
-from geartrain.errors import TrainingError
+from geartrain.errors import TrainingError, warn
 from geartrain.errors.distributions import entry_points
 
 if TYPE_CHECKING:
@@ -92,11 +91,9 @@ def warn_of_unknown(module: nn.Module) -> None:
     """
     modules = () if "torchmetrics" in _declared() else module.named_modules()
     if name := next((name for name, part in modules if _is_of_torchmetrics(part)), None):
-        warnings.warn(
-            f"{type(module).__name__}.{name} is an object of torchmetrics: a run that resumes "
-            "within an epoch starts it from scratch. Fix: pip install geartrain-callbacks",
-            stacklevel=2,
-        )
+        message = f"{type(module).__name__}.{name} is an object of torchmetrics: a run that resumes"
+        message += " within an epoch starts it from scratch"
+        warn(f"{message}. Fix: pip install geartrain-callbacks")
 
 
 def _is_of_torchmetrics(value: Any) -> bool:

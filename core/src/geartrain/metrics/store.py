@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import operator
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, replace
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 
 from geartrain.data.loaders import BatchSizer
-from geartrain.errors import TrainingError
+from geartrain.errors import TrainingError, warn
 from geartrain.metrics import reductions
 from geartrain.metrics.local import LocalMetric, MetricOptions
 from geartrain.metrics.objects import library_of, path_of, refuse_unknown
@@ -318,12 +317,9 @@ class MetricStore:
         names = [n for n, spec in specs.items() if not spec.sync_dist and not spec.rank_zero_only]
         evaluates = run.stage in ("validate", "test")
         if names and evaluates and run.world.size > 1 and run.world.rank == 0:
-            warnings.warn(
-                f"{run.stage}: {', '.join(names)} is of rank 0's part of the data alone. Fix: "
-                "self.log(..., sync_dist=True) for all of it, or pass rank_zero_only=True if only "
-                "rank 0 computes it",
-                stacklevel=2,
-            )
+            message = f"{run.stage}: {', '.join(names)} is of rank 0's part of the data alone"
+            hint = "self.log(..., sync_dist=True) for all of it, or pass rank_zero_only=True"
+            warn(f"{message}. Fix: {hint} if only rank 0 computes it")
 
     def _reduce(self, shares: Mapping[str, LocalMetric]) -> dict[str, float]:
         """Return each metric's value, over all ranks with ``sync_dist``; agree whether to stop."""
@@ -367,7 +363,7 @@ class MetricStore:
         self._has_nan = bool(names)
         if names:
             place = f"{', '.join(names)} became NaN by step {self._run.step}"
-            warnings.warn(f"{place}. Fix: --plugin nan_guard finds the step", stacklevel=2)
+            warn(f"{place}. Fix: --plugin nan_guard finds the step")
 
     # --- between flushes --------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from geartrain.errors import TrainingError
+from geartrain.errors import TrainingError, UsageError, warn
 from geartrain.errors.distributions import import_from
 from geartrain.module.hparams import HyperparametersMixin
 from geartrain.module.nested import move
@@ -94,6 +94,10 @@ class Module(HyperparametersMixin, nn.Module):
             return self._run.device
         return next((p.device for p in self.parameters()), torch.device("cpu"))
 
+    @device.setter
+    def device(self, value: Any) -> None:
+        raise UsageError("self.device is set by the run. Fix: take the assignment out")
+
     @property
     def global_step(self) -> int:
         """Optimizer steps done; in manual optimisation, batches."""
@@ -163,12 +167,11 @@ class Module(HyperparametersMixin, nn.Module):
             add_dataloader_idx: append ``/dataloader_idx_N`` if there are several loaders.
 
         Raises:
-            RuntimeError: outside a run.
             TrainingError: not a single number, an unknown ``reduce_fx``, or other options than
                 earlier for this name.
         """
         if self._run is None:
-            raise RuntimeError(f"self.log({name!r}) works only while a Trainer runs this module")
+            return warn("self.log does nothing: no Trainer runs this module")
         self._run.logs.log(
             name,
             value,

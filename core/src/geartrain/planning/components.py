@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from geartrain._version import __version__
 from geartrain.builtin.defaults import Defaults
 from geartrain.builtin.run_folder import LastCheckpoint, RunFolder
-from geartrain.errors import UsageError
+from geartrain.errors import UsageError, warn
 from geartrain.errors.distributions import import_from
 from geartrain.errors.known import KNOWN
 from geartrain.files.paths import user_path
@@ -192,7 +191,7 @@ def _warn_of_failed(registry: Registry, choices: _Choices, parts: Sequence[Loade
                 home, label = candidate.distribution, candidate.label
                 hint = f"use another version of {home}, or --block {label}"
                 message = f"{message}. Fix: {hint}"
-            warnings.warn(message, stacklevel=5)
+            warn(message)
 
 
 def _as_launched(

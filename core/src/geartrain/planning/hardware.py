@@ -8,13 +8,12 @@ import platform
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from geartrain.errors import UsageError
+from geartrain.errors import UsageError, warn
 
 #: Linux: the driver lists its GPUs here, a folder each; a container sees its own.
 _DRIVER = Path("/proc/driver/nvidia/gpus")
@@ -53,7 +52,7 @@ def isolated(label: str) -> Iterator[None]:
         effects.append(f"took {seconds:.1f} s")
     if effects:
         message = f"{label} {', and '.join(effects)} when it was probed"
-        warnings.warn(f"{message}. Fix: --block {label}, or report it to its author", stacklevel=4)
+        warn(f"{message}. Fix: --block {label}, or report it to its author")
 
 
 def reason_unusable(accelerator: Any) -> str | None:

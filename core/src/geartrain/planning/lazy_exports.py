@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from importlib_metadata import EntryPoint
 
+from geartrain.errors import warn
 from geartrain.errors.distributions import canonical, entry_points, import_from
 from geartrain.errors.hints import write_instead
 from geartrain.errors.known import KNOWN
@@ -46,7 +46,7 @@ def resolve(kind: str, module: str, attribute: str, homes: dict[str, str]) -> An
         raise ImportError(f"{message}. Fix: pip install {home}", name=home)
     if provided and labels:
         message = f"Another distribution has one, which is left out: {labels}"
-        warnings.warn(f"{module}.{attribute} is {home}'s. {message}", stacklevel=2)
+        warn(f"{module}.{attribute} is {home}'s. {message}")
     if len(provided or found) > 1:
         message = f"{module}.{attribute}: several distributions have one: {labels}"
         raise ImportError(f"{message}. Fix: import it from its own module", name=module)

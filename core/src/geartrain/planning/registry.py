@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache, partial
 from types import ModuleType
 from typing import Any
@@ -165,18 +166,20 @@ class Registry:
         return found
 
     def _missing(self, kind: str, name: str) -> str:
-        installed, lower = [c.name for c in self.of(kind)], name.lower()
-        key, unknown = (kind, lower), f"there is no {kind} {name!r}"
-        if key in KNOWN:
-            return f"{kind} {name!r} is not installed. Fix: pip install {KNOWN[key]}"
+        lower, unknown = name.lower(), f"there is no {kind} {name!r}"
+        if (kind, lower) in KNOWN:
+            return f"{kind} {name!r} is not installed. Fix: pip install {KNOWN[kind, lower]}"
         if instead := hint(kind, lower):
             return f"{unknown}. Fix: {instead}"
-        others = [(c.kind, c.name) for c in self.candidates if c.name.lower() == lower]
-        others += [other for other in KNOWN if other[1] == lower]
-        if others:
-            other, called = others[0]
-            return f"{name!r} is no {kind} but belongs to --{other}. Fix: --{other} {called}"
-        return f"{unknown}. {nearest(name, installed + [n for k, n in KNOWN if k == kind])}"
+        known = [*((c.kind, c.name) for c in self.candidates), *KNOWN, ("accelerator", "gpu")]
+        options = {n.lower(): f"--{k} {n}" for k, n in known if k != "command"}
+        if other := options.get(lower):
+            return f"{name!r} is no {kind} but belongs to {other.split()[0]}. Fix: {other}"
+        same = {n.lower(): repr(n) for k, n in known if k == kind}
+        for names in (same, options):  # two: dpp is as near to dp as to ddp
+            if close := get_close_matches(lower, names, n=2):
+                return f"{unknown}. Did you mean {' or '.join(names[n] for n in close)}?"
+        return f"{unknown}. Known: {', '.join(sorted(same))}."
 
     # --- load -------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from geartrain.errors import nearest
+from geartrain.errors import is_of_user, nearest, warn
 from geartrain.errors.hints import write_instead
 from geartrain.errors.known import KNOWN
 from geartrain.files.atomic import AppendedFile, remove_abandoned, replacing
@@ -30,9 +30,10 @@ __all__ = [  # noqa: F405
     "DataSource", "Hooks", "InstalledPlugin", "LoadedPlugin", "LocalMetric", "MappedBatches",
     "MetricOptions", "PluginInfo", "RankCoordinator", "Registry", "Stage", "StepForwarder",
     "TrainerBase", "check_attributes", "check_module", "close_batches", "detect", "drawing_from",
-    "experiment", "length", "libraries", "load_optimizer", "map_nested", "map_tensors", "move",
-    "nearest", "not_plain", "overridden", "parameters_of", "raise_on_signals", "reductions",
-    "remove_abandoned", "replacing", "user_path", "with_samplers", "write_instead",
+    "experiment", "is_of_user", "length", "libraries", "load_optimizer", "map_nested",
+    "map_tensors", "move", "nearest", "not_plain", "overridden", "parameters_of",
+    "raise_on_signals", "reductions", "remove_abandoned", "replacing", "user_path",
+    "warn", "with_samplers", "write_instead",
 ]
 # fmt: on
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 
 from geartrain import Plan, Run, TrainingError, UsageError, hookimpl
-from geartrain.plugin_api import MappedBatches
+from geartrain.plugin_api import MappedBatches, warn
 from geartrain_cuda.batches import Prefetcher
 from geartrain_cuda.diagnose import diagnose, no_gpu
 from geartrain_cuda.nvml import Unavailable, session
@@ -220,11 +219,10 @@ def _warn_of_emulation(plan: Plan) -> None:
             found[index] = gpu.name
     if found:
         names = ", ".join(f"cuda:{index} ({name})" for index, name in found.items())
-        warnings.warn(
+        warn(
             f"{plan.accelerator.label}: precision {plan.precision.name} is emulated, without a "
             f"gain in speed, on {names}: bfloat16 needs compute capability 8.0. "
-            "Fix: --precision 16-mixed",
-            stacklevel=2,
+            "Fix: --precision 16-mixed"
         )
 
 

@@ -27,7 +27,6 @@ it, see :func:`stays`.
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from geartrain import Run
-from geartrain.plugin_api import MappedBatches, map_nested, map_tensors, move, overridden
+from geartrain.plugin_api import MappedBatches, map_nested, map_tensors, move, overridden, warn
 
 #: Texts of errors if the system has no more pinned memory: cudaErrorMemoryAllocation,
 #: cudaErrorOperatingSystem (locking was refused), and torch's CPU allocator.
@@ -105,11 +104,10 @@ class Prefetcher:
                 if not any(words in str(error) for words in _NO_MEMORY):
                     raise
                 self._pins = False
-                warnings.warn(
+                warn(
                     "batches cannot be pinned, so the CPU waits for each copy to the GPU: "
                     f"{str(error).splitlines()[0]}. Fix: allow more locked memory (ulimit -l, a "
-                    "container's limits), or --accelerator.pin_memory false",
-                    stacklevel=2,
+                    "container's limits), or --accelerator.pin_memory false"
                 )
         if fresh:
             return data

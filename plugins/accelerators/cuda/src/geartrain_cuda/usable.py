@@ -6,13 +6,13 @@ import ctypes
 import os
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from geartrain.plugin_api import warn
 from geartrain_cuda.agree import agreed
 from geartrain_cuda.nvml import GPU, Process, Unavailable, session
 from geartrain_cuda.visible import view
@@ -150,10 +150,9 @@ def count_without_nvml() -> int:
         found = int(last[0]) if error is None and last and last[0].isdecimal() else None
         if found is None:
             reason = error or f"torch printed {counted!r}"
-            warnings.warn(
+            warn(
                 f"the GPUs could not be counted: {reason}. "
-                "Fix: find out why torch.cuda.device_count() fails",
-                stacklevel=2,
+                "Fix: find out why torch.cuda.device_count() fails"
             )
         _counted[deciding] = found or 0
     return _counted[deciding]

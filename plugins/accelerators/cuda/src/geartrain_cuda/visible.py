@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from geartrain.plugin_api import warn
 from geartrain_cuda.nvml import GPU, Session
 
 _VARIABLE, _ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
@@ -44,7 +44,7 @@ class View:
         """Warn once if indices may mean other GPUs."""
         if self.order is not None and self.order not in _warned:
             _warned.add(self.order)
-            warnings.warn(self.order, stacklevel=3)
+            warn(self.order)
 
 
 def view(session: Session, environ: Mapping[str, str] = os.environ) -> View:

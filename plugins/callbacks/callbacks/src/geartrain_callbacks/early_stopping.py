@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import warnings
 from enum import Enum
 from typing import Any, Literal
 
 from geartrain import Run, TrainingError, UsageError, hookimpl
+from geartrain.plugin_api import warn
 from geartrain_callbacks.callback import PluginCallback
 from geartrain_callbacks.monitoring import check_mode, is_better, looks_after_epochs, not_logged
 from geartrain_callbacks.stopping import ends, say, stop_together
@@ -168,7 +168,7 @@ class EarlyStopping(PluginCallback):
         if self.strict:
             raise TrainingError(f"{text} Fix: log it with self.log, or monitor another")
         if not self._warned:
-            warnings.warn(f"{text} Training continues without", stacklevel=2)
+            warn(f"{text} Training continues without")
             self._warned = True
 
     def _judge(self, run: Run, value: float) -> _Verdict:

@@ -5,13 +5,12 @@ A module with such a method adds the plugin to its runs. Outputs are those of th
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, cast
 
 import torch
 
 from geartrain import Run, hookimpl
-from geartrain.plugin_api import map_tensors
+from geartrain.plugin_api import map_tensors, warn
 
 #: Stage -> the module's method that gets all outputs of an evaluation.
 _METHODS = {"test": "test_epoch_end"}
@@ -33,7 +32,7 @@ class TrainingOutputs:
         if resumed is not None and resumed.batch_idx and run.world.rank == 0:
             message = f"training_epoch_end gets the outputs from batch {resumed.batch_idx}"
             message = f"{message} of this epoch on: those before are gone"
-            warnings.warn(message, stacklevel=2)
+            warn(message)
 
     @hookimpl
     def on_train_batch_end(self, outputs: Any) -> None:

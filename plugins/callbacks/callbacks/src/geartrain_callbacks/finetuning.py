@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from geartrain import Run, UsageError, hookimpl
+from geartrain.plugin_api import warn
 from geartrain_callbacks.callback import Adapter, Callback
 
 if TYPE_CHECKING:
@@ -125,9 +125,7 @@ class BaseFinetuning(Callback):
                 f"{len(found) - len(new)} of {len(found)} unfrozen parameters are in a group of"
             )
             hint = "give configure_optimizers only parameters with requires_grad"
-            warnings.warn(
-                f"{message} {type(optimizer).__name__} already. Fix: {hint}", stacklevel=2
-            )
+            warn(f"{message} {type(optimizer).__name__} already. Fix: {hint}")
         if new:
             optimizer.add_param_group({"params": new, "lr": rate})
 

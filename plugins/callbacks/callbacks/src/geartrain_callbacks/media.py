@@ -7,7 +7,6 @@ import json
 import re
 import struct
 import sys
-import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from geartrain import TrainingError
-from geartrain.plugin_api import AppendedFile, replacing
+from geartrain.plugin_api import AppendedFile, replacing, warn
 
 if TYPE_CHECKING:
     from geartrain import Run
@@ -90,7 +89,7 @@ def log(run: Run | None, kind: str, name: str, *value: Any) -> None:
     if run.output is None and not run.hooks.implementers("log_media"):
         if not run.plan.options.fast_dev_run:
             hint = "give the run a folder (output=DIR), or choose a logger"
-            warnings.warn(f"log_{kind}({name!r}) goes nowhere. Fix: {hint}", stacklevel=4)
+            warn(f"log_{kind}({name!r}) goes nowhere. Fix: {hint}")
         return
     made = _MAKERS[kind](name, *value)
     if made is not None:
@@ -171,10 +170,9 @@ def _to_uint8(name: str, pixels: torch.Tensor) -> torch.Tensor:
     inside = (pixels >= 0) & (pixels <= highest + 1e-3)  # rounding, as of a resized image
     if not inside.all():
         outside = int((~inside).sum())
-        warnings.warn(
+        warn(
             f"log_image({name!r}): {outside} of {pixels.numel()} values are not from 0 to "
-            f"{highest}, and are shown as if they were. Fix: scale the image",
-            stacklevel=6,
+            f"{highest}, and are shown as if they were. Fix: scale the image"
         )
     return (pixels.nan_to_num(0).clamp(0, highest) * (255 / highest)).round().to(torch.uint8)
 
@@ -234,7 +232,7 @@ def _histogram(name: str, value: Any) -> Histogram | None:
         message = (
             f"{lost} of {values.numel()} values are NaN or infinite" if lost else "has no values"
         )
-        warnings.warn(f"log_histogram({name!r}): {message}, and left out", stacklevel=5)
+        warn(f"log_histogram({name!r}): {message}, and left out")
     if not finite.numel():
         return None
     low, high = (float(end) for end in finite.aminmax())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import warnings
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +12,7 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from geartrain import Plan, Run, TrainingError, UsageError, hookimpl
-from geartrain.plugin_api import (
-    remove_abandoned,
-    user_path,
-)
+from geartrain.plugin_api import remove_abandoned, user_path, warn
 from geartrain_callbacks.callback import PluginCallback
 from geartrain_callbacks.checkpoint_names import SUFFIX, check_pattern, fields, fill, free
 from geartrain_callbacks.monitoring import check_mode, is_better, looks_after_epochs, not_logged
@@ -298,10 +294,9 @@ class ModelCheckpoint(PluginCallback):
                 if self._steps is None
                 else f"every_n_train_steps={self._steps}"
             )
-            warnings.warn(
+            warn(
                 f"geartrain-callbacks[model_checkpoint] saved nothing: {when}, "
-                f"and the run had {run.epoch} epochs and {run.step} steps",
-                stacklevel=2,
+                f"and the run had {run.epoch} epochs and {run.step} steps"
             )
 
     def _open_folder(self, run: Run) -> None:
@@ -340,11 +335,10 @@ class ModelCheckpoint(PluginCallback):
     def _start_from_scratch(self, run: Run, folder: Path) -> None:
         if self._scores:  # otherwise no file was the best by a metric
             source = self._where if run.loop.resumed is None else run.loop.resumed.path
-            warnings.warn(
+            warn(
                 f"geartrain-callbacks[model_checkpoint]: {source} belongs to another folder than "
                 f"{folder}. The checkpoints there stay "
-                "as they are, and this run starts its list of the best from scratch",
-                stacklevel=2,
+                "as they are, and this run starts its list of the best from scratch"
             )
         self._identity = self._best = self._last = ""
         self.best_model_score, self._scores, self._old = None, {}, []
@@ -359,10 +353,9 @@ class ModelCheckpoint(PluginCallback):
         lost += [name for name in read if not is_own(folder, name, self._identity)]
         if not lost:
             return
-        warnings.warn(
+        warn(
             f"geartrain-callbacks[model_checkpoint]: {folder} no longer has {', '.join(lost)} "
-            "of this run: removed from the list of the best",
-            stacklevel=2,
+            "of this run: removed from the list of the best"
         )
         self._scores = {name: score for name, score in self._scores.items() if name not in lost}
         self._last = "" if self._last in lost else self._last
@@ -412,7 +405,7 @@ class ModelCheckpoint(PluginCallback):
         if turn.error:
             raise TrainingError(turn.error)
         if turn.missing and not self._warned:
-            warnings.warn(f"{turn.missing} Until it is, nothing is kept as the best", stacklevel=2)
+            warn(f"{turn.missing} Until it is, nothing is kept as the best")
             self._warned = True
         names = [name for name in (turn.name, turn.last) if name]
         before = self.state_dict()
@@ -482,10 +475,7 @@ class ModelCheckpoint(PluginCallback):
         worst = self._kth_best()
         if math.isnan(score) and not self._warned_of_nan:
             self._warned_of_nan = True
-            warnings.warn(
-                f"geartrain-callbacks[model_checkpoint] saves nothing while {self.monitor} is NaN",
-                stacklevel=2,
-            )
+            warn(f"geartrain-callbacks[model_checkpoint] saves nothing while {self.monitor} is NaN")
         return not math.isnan(score) and (
             not worst or is_better(self.mode, score, self._scores[worst])
         )

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import warnings
 
 from geartrain import Run, UsageError
-from geartrain.plugin_api import nearest
+from geartrain.plugin_api import nearest, warn
 
 #: Words in the names of metrics that are better the larger they are.
 _LARGER_IS_BETTER = {"acc", "accuracy", "f1", "iou", "miou", "auc", "auroc", "map", "dice"}
@@ -23,10 +22,7 @@ def check_mode(name: str, mode: str, monitor: str | None) -> None:
         raise UsageError(f"{name}: mode={mode!r}. Fix: 'min' or 'max'")
     words = set(re.split("[^a-z0-9]+", (monitor or "").lower()))
     if mode == "min" and words & _LARGER_IS_BETTER:
-        warnings.warn(
-            f"geartrain-callbacks[{name}] looks for the smallest {monitor}. Fix: mode='max'",
-            stacklevel=3,
-        )
+        warn(f"geartrain-callbacks[{name}] looks for the smallest {monitor}. Fix: mode='max'")
 
 
 def is_better(mode: str, a: float, b: float) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.utils.data import (
 )
 
 from geartrain import Run, UsageError, hookimpl
-from geartrain.plugin_api import with_samplers
+from geartrain.plugin_api import warn, with_samplers
 
 
 class Overfit:
@@ -70,7 +69,7 @@ def _in_fixed_order(loader: Any, stage: str, warns: bool) -> Any:
             message += (
                 f"the {stage} loader draws from: if it shuffles, epochs have different batches"
             )
-        warnings.warn(message, stacklevel=2)
+        warn(message)
     if fixed is None:
         return loader
     if isinstance(batches, BatchSampler):

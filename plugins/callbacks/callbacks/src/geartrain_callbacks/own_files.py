@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import warnings
 from collections.abc import Container, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from geartrain.plugin_api import warn
 from geartrain_callbacks.checkpoint_names import SUFFIX, is_inside
 
 #: Keys of a ModelCheckpoint's state, used to recognise it.
@@ -81,10 +81,7 @@ def delete(folder: Path, name: str) -> None:
         else:
             path.unlink(missing_ok=True)
     except OSError as error:  # a leftover file is no reason to end training
-        warnings.warn(
-            f"geartrain-callbacks[model_checkpoint]: {path} could not be deleted: {error}",
-            stacklevel=2,
-        )
+        warn(f"geartrain-callbacks[model_checkpoint]: {path} could not be deleted: {error}")
 
 
 def link(path: Path, target: Path) -> bool:
@@ -96,7 +93,7 @@ def link(path: Path, target: Path) -> bool:
         os.replace(new, path)
     except (OSError, NotImplementedError) as error:
         message = f"geartrain-callbacks[model_checkpoint]: {path} cannot be a link ({error})"
-        warnings.warn(f"{message}, so it is a file", stacklevel=2)
+        warn(f"{message}, so it is a file")
         return False
     return True
 

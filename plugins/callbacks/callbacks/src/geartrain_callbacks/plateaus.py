@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-
 from geartrain import Run, UsageError
-from geartrain.plugin_api import nearest
+from geartrain.plugin_api import nearest, warn
 
 
 def step_plateaus(run: Run, ends: str) -> None:
@@ -33,4 +31,4 @@ def step_plateaus(run: Run, ends: str) -> None:
             text = f"{message}. {nearest(name, known)}"
             if schedule.strict:
                 raise UsageError(text)
-            warnings.warn(f"{text} Training continues without", stacklevel=2)
+            warn(f"{text} Training continues without")

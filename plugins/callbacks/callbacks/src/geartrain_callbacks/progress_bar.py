@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import sys
 import time
-import warnings
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from geartrain import Run, UsageError, hookimpl
-from geartrain.plugin_api import ClusterEnvironment, MappedBatches
+from geartrain.plugin_api import ClusterEnvironment, MappedBatches, warn
 from geartrain_callbacks.callback import PluginCallback
 from geartrain_callbacks.headlines import BestEpoch, header, places
 from geartrain_callbacks.lines import Count, EpochLine, Lines, metrics_text
@@ -201,10 +200,9 @@ class ProgressBar(ProgressNames, PluginCallback):
         except Exception as error:
             self._stop()
             if not isinstance(error, OSError):
-                warnings.warn(
+                warn(
                     f"geartrain-callbacks[progress]: {type(error).__name__}: {error}. "
-                    "The run continues without it.",
-                    stacklevel=3,
+                    "The run continues without it."
                 )
 
     def _table(self, run: Run) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any, Literal
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from geartrain import Plan, Run, UsageError, hookimpl
-from geartrain.plugin_api import close_batches
+from geartrain.plugin_api import close_batches, warn
 from geartrain_callbacks.ema import EMA
 
 
@@ -140,7 +139,7 @@ class StochasticWeightAveraging(EMA):
             message = (
                 f"geartrain-callbacks[swa] averaged nothing: epoch {self._start + 1} was not run"
             )
-            warnings.warn(f"{message}. Fix: a smaller swa_epoch_start", stacklevel=2)
+            warn(f"{message}. Fix: a smaller swa_epoch_start")
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "old_lrs": list(self._old_lrs)}

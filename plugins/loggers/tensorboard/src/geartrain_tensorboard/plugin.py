@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from geartrain import UsageError, hookimpl
-from geartrain.plugin_api import experiment, user_path
+from geartrain.plugin_api import experiment, user_path, warn
 from geartrain_tensorboard.graph import trace
 from geartrain_tensorboard.hparams import session_end, session_start
 from geartrain_tensorboard.media import image, markdown
@@ -151,10 +150,9 @@ class TensorBoard:
         try:
             trace(run, writer)
         except Exception as error:
-            warnings.warn(
+            warn(
                 "geartrain-tensorboard[tensorboard]: no graph was written of "
-                f"{type(run.module).__name__}: {type(error).__name__}: {error}",
-                stacklevel=2,
+                f"{type(run.module).__name__}: {type(error).__name__}: {error}"
             )
 
     def _end(self, run: Run, succeeded: bool) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import html
 import io
 import os
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from geartrain import UsageError, hookimpl
-from geartrain.plugin_api import experiment, user_path
+from geartrain.plugin_api import experiment, user_path, warn
 from geartrain_wandb import session
 
 if TYPE_CHECKING:
@@ -210,4 +209,4 @@ def _config(run: Run) -> dict[str, Any]:
 
 
 def _warn(text: str) -> None:
-    warnings.warn(text, stacklevel=3)
+    warn(text)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from geartrain import UsageError
+from geartrain.plugin_api import warn
 
 if TYPE_CHECKING:
     import wandb
@@ -116,10 +116,9 @@ def begin(settings: Mapping[str, Any], **arguments: Any) -> wandb.Run:
         )
         # The lines below the first are wandb's advice on its own timeouts.
         folder, text = os.path.dirname(run.dir), str(error).partition("\n")[0]
-        warnings.warn(
+        warn(
             "wandb: its server does not answer, and the run is kept on this machine. "
-            f"Send it later: wandb sync {folder} ({text})",
-            stacklevel=2,
+            f"Send it later: wandb sync {folder} ({text})"
         )
     return run
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 import inspect
 import sys
 import types
-import warnings
 from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from importlib_metadata import EntryPoint
 
 from geartrain import UsageError
-from geartrain.plugin_api import Registry, check_attributes, nearest
+from geartrain.plugin_api import Registry, check_attributes, nearest, warn
 from geartrain_bagua.algorithm import Algorithm
 
 #: The entry-point group of algorithms, of any distribution.
@@ -96,10 +95,9 @@ def _find(name: str) -> EntryPoint:
     preferred = [hit for hit in hits if _label(hit).startswith("geartrain-bagua[")]
     if len(hits) > 1 and preferred:
         others = ", ".join(sorted(_label(hit) for hit in hits if hit not in preferred))
-        warnings.warn(
+        warn(
             f"algorithm {name!r} is geartrain-bagua's; not used: {others}. "
-            "Fix: uninstall the other distribution",
-            stacklevel=2,
+            "Fix: uninstall the other distribution"
         )
         hits = preferred
     if len(hits) > 1:

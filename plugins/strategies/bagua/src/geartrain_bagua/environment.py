@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import warnings
 
 from geartrain import UsageError
+from geartrain.plugin_api import warn
 from geartrain_bagua.buckets import BUCKET_BYTES
 
 #: Bytes at which a bucket is full, as in Bagua.
@@ -52,7 +52,4 @@ def check(label: str) -> None:
     """
     bucket_bytes()
     if names := ignored():
-        warnings.warn(
-            f"{label}: {', '.join(names)} has no effect. Fix: unset it; see docs/from-bagua.md",
-            stacklevel=2,
-        )
+        warn(f"{label}: {', '.join(names)} has no effect. Fix: unset it; see docs/from-bagua.md")

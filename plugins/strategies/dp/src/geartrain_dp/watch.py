@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from geartrain.plugin_api import warn
 from geartrain_dp.split import is_plain
 
 #: The dicts in which nn.Module keeps its attributes.
@@ -55,20 +55,18 @@ class Watch:
         """
         lost = _new(self._lost(), warned)
         if lost:
-            warnings.warn(
+            warn(
                 f"{label}: {_some(lost)} was set on a replica in {method} and is lost: each batch "
                 "gets new replicas. Fix: return the value and store it in a *_step_end or another "
-                "hook of the module, or use --strategy ddp",
-                stacklevel=2,
+                "hook of the module, or use --strategy ddp"
             )
         changed = _new(self._changed(), warned)
         if changed:
-            warnings.warn(
+            warn(
                 f"{label}: {method} changed the buffers {_some(changed)} on every replica. "
                 "The first replica's are kept and the others' are lost, so running statistics have "
                 "seen the first part of each batch only. "
-                "Fix: --strategy ddp, or a layer without such buffers",
-                stacklevel=2,
+                "Fix: --strategy ddp, or a layer without such buffers"
             )
 
     def _changed(self) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -23,7 +22,7 @@ from geartrain import (
     hookimpl,
 )
 from geartrain.parallel import SeveralRanks, shard
-from geartrain.plugin_api import user_path
+from geartrain.plugin_api import user_path, warn
 from geartrain_horovod import checks, installed, rates
 from geartrain_horovod.collectives import Collectives
 from geartrain_horovod.elastic import Elastic, WorldChanged
@@ -277,20 +276,18 @@ class HorovodStrategy:
         before = {rates.scale(optimizer, schedulers, factor) for optimizer in run.optimizers}
         if before - {factor} and run.world.rank == 0:
             was = ", ".join(f"× {one}" for one in sorted(before))
-            warnings.warn(
+            warn(
                 f"learning rates of the checkpoint were {was} and are now × {factor}, as in the "
-                "plan",
-                stacklevel=2,
+                "plan"
             )
         if (
             run.world.rank == 0
             and self._meeting is not None
             and self._meeting.process_set is not None
         ):
-            warnings.warn(
+            warn(
                 f"ranks outside process_set={self.ranks} resume from rank 0's weights: a "
-                "checkpoint has no others",
-                stacklevel=2,
+                "checkpoint has no others"
             )
 
     @hookimpl

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import zlib
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from geartrain import Run, TrainingError
+from geartrain.plugin_api import warn
 
 
 def gather(
@@ -41,10 +41,9 @@ def gather(
             "so their backwards would deadlock. Fix: use the same call on every rank"
         )
     if any(differentiable) and not sync_grads and run.world.rank == 0:
-        warnings.warn(
+        warn(
             "all_gather: a tensor requires gradients, and the result has none. "
-            "Fix: sync_grads=True to train on it, or .detach() the tensor",
-            stacklevel=4,
+            "Fix: sync_grads=True to train on it, or .detach() the tensor"
         )
     return [
         _with_gradients(run, tensor) if wanted else run.hooks.all_gather(run=run, tensor=tensor)

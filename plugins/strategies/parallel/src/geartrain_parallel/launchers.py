@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
-from geartrain.plugin_api import ClusterEnvironment
+from geartrain.plugin_api import ClusterEnvironment, warn
 
 _read_numbers = ClusterEnvironment.read_numbers
 
@@ -53,10 +52,9 @@ def _is_shell(environ: Mapping[str, str], task: int, tasks: int) -> bool:
     if job not in ("bash", "interactive") or environ.get("SLURM_TASK_PID") == str(os.getpid()):
         return False
     if task > 0:  # a shell has one task
-        warnings.warn(
+        warn(
             f"this is task {task} of {tasks} of a SLURM step, and trains alone: a job that is "
-            f"called {job!r} is taken for a shell. Fix: srun --job-name=NAME",
-            stacklevel=2,
+            f"called {job!r} is taken for a shell. Fix: srun --job-name=NAME"
         )
     return True
 

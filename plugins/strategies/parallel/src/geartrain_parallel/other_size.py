@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from geartrain import Run
+from geartrain.plugin_api import warn
 
 
 def position(run: Run, fit: dict[str, Any]) -> tuple[dict[str, Any], int]:
@@ -29,10 +29,9 @@ def _batches(run: Run, before: int, done: int) -> int:
     if total is not None:  # shards are padded: the smaller world's epoch may be shorter
         batches = min(batches, total)
     if done and run.world.rank == 0:
-        warnings.warn(
+        warn(
             f"the checkpoint was saved by {before} ranks after {done} batches of an epoch, which "
             f"{current} ranks resume after {batches}: some of its samples may come twice or not at "
-            "all, and its metrics cover the rest",
-            stacklevel=2,
+            "all, and its metrics cover the rest"
         )
     return batches

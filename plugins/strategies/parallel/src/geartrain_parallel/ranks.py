@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -21,6 +20,7 @@ from geartrain.plugin_api import (
     Stage,
     libraries,
     map_tensors,
+    warn,
 )
 from geartrain_parallel import gathering, metrics as metrics_of_ranks, predictions
 from geartrain_parallel.uneven_inputs import (
@@ -195,10 +195,9 @@ def _marked(run: Run, batches: Iterable[tuple[Any, bool]]) -> Iterator[Any]:
         after = _lengths_of_lists(run.module) if before else {}
         if name := next((name for name in after if after[name] > before.get(name, 0)), None):
             warned = True
-            warnings.warn(
+            warn(
                 f"rank {run.world.rank} has fewer batches than others and repeated one, and the "
-                f"step added to self.{name}. Fix: add nothing if self.trainer.run.repeating",
-                stacklevel=2,
+                f"step added to self.{name}. Fix: add nothing if self.trainer.run.repeating"
             )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import warnings
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from geartrain.plugin_api import Stage, drawing_from, length, with_samplers
+from geartrain.plugin_api import Stage, drawing_from, length, warn, with_samplers
 
 if TYPE_CHECKING:
     from geartrain import Run
@@ -125,10 +124,9 @@ def shard(run: Run, loader: Iterable[Any], stage: str) -> Iterable[Any]:
         result = ""
         if stage == "predict":
             result = ". predict returns the outputs of rank 0, then those of rank 1, and so on"
-        warnings.warn(
+        warn(
             f"{message} cannot be sharded: every rank sees all of it, unless it shards itself by "
-            f"self.trainer.global_rank{result}",
-            stacklevel=2,
+            f"self.trainer.global_rank{result}"
         )
         return loader
     batches = loader.batch_sampler

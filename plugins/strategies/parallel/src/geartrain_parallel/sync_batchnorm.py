@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Generator
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from geartrain import Module, Plan, Run, TrainingError, UsageError, hookimpl
+from geartrain.plugin_api import warn
 
 _OF_TORCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -53,7 +53,7 @@ class SyncBatchNorm:
         layers = [one for one in _layers(run.module) if type(one) is not nn.SyncBatchNorm]
         if not layers and run.world.rank == 0:
             message = f"{type(run.module).__name__} has no BatchNorm layer"
-            warnings.warn(f"sync_batchnorm=True changes nothing: {message}", stacklevel=2)
+            warn(f"sync_batchnorm=True changes nothing: {message}")
         for layer in layers:
             self._changed.append((layer, type(layer)))
             vars(layer)["process_group"] = None  # the default group

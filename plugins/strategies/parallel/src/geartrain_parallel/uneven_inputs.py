@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from geartrain import Run, TrainingError
-from geartrain.plugin_api import Stage, length
+from geartrain.plugin_api import Stage, length, warn
 
 #: Stands for a batch after a rank has run out.
 _OUT = object()
@@ -43,10 +42,9 @@ def until_first_rank_is_done(run: Run, batches: Iterable[Any]) -> Iterator[Any]:
                         f"the training loaders of ranks {out} gave no batch, and the others' did. "
                         "Fix: give each rank at least one batch in each epoch"
                     )
-                warnings.warn(
+                warn(
                     f"the training loaders of ranks {out} have run out before the others': "
-                    "the epoch ends on all ranks",
-                    stacklevel=2,
+                    "the epoch ends on all ranks"
                 )
             return
         yield batch

@@ -7,7 +7,6 @@ counters, metrics and the result.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from geartrain.plugin_api import LoadedPlugin, load_optimizer, map_tensors
+from geartrain.plugin_api import LoadedPlugin, load_optimizer, map_tensors, warn
 
 if TYPE_CHECKING:
     from geartrain import Module, Run
@@ -173,10 +172,9 @@ def _make_optimizers(run: Run, brought: RankResult) -> None:
         for schedule, state in zip(run.schedulers, brought.schedulers, strict=True):
             schedule.scheduler.load_state_dict(_copy(state))
     except Exception as error:  # an error here must not lose the trained weights
-        warnings.warn(
+        warn(
             f"the optimizers' state is lost: {type(module).__name__}.configure_optimizers failed "
-            f"in the calling process ({type(error).__name__}: {error})",
-            stacklevel=2,
+            f"in the calling process ({type(error).__name__}: {error})"
         )
     finally:
         module._attach(None)

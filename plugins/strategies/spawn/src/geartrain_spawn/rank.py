@@ -106,6 +106,7 @@ def main(job: Job) -> None:
     """Run one rank in a new process; exit with 1 after an error."""
     _die_with_starter()
     _direct_output(job.log)
+    run: Run | None = None
     try:
         if job.surroundings is None:
             # The starter's garbage may belong to threads that a fork lacks; collecting it would
@@ -123,6 +124,8 @@ def main(job: Job) -> None:
         result = join(run, worker, job.place, job.number, job.timeout)
         job.answer.dump(outcome(run, result, known) if job.place.local_rank == 0 else DONE)
     except BaseException as error:
+        if run is not None:
+            run.hooks.explain(error, notes=False)
         # Again, because the error may come before the environment is set.
         os.environ["TORCHELASTIC_ERROR_FILE"] = str(job.error_file)
         report(error)

@@ -42,6 +42,16 @@ _SPELT_OTHERWISE = {
     *("accelerator", "strategy", "plugins", "callbacks", "block"),
     *("accelerator_options", "strategy_options", "plugin_options", "assume"),
 }
+#: Options of other programs -> geartrain's.
+_MEANT = {
+    **dict.fromkeys(["epochs", "num_epochs", "n_epochs"], "--max-epochs"),
+    **dict.fromkeys(["steps", "num_steps", "n_steps"], "--max-steps"),
+    **dict.fromkeys(["gpu", "cuda"], "--accelerator gpu"),
+    "cpu": "--accelerator cpu",
+    "device": "--accelerator NAME or --devices COUNT",
+    "output_dir": "--output",
+    "resume_from": "--resume",
+}
 #: Options that only some commands have. A file of --print-config may hold those of another command.
 _OF_SOME = {
     *("checkpoint", "resume", "no_output", "json", "hooks", "assume"),
@@ -296,7 +306,21 @@ def _normalise(argv: list[str]) -> list[str]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads a time such as 10:00:00:00 as text; YAML 1.1 reads it as a number to the base 60."""
+    """Reads a time such as 10:00:00:00 as text; YAML 1.1 reads it as a number to the base 60.
+
+    Refuses a key that a mapping has twice, of which YAML would take the last.
+    """
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        found: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in found:
+                line = key.start_mark.line + 1
+                message = f"line {line} has the key {key.value!r} for the second time"
+                raise ValueError(f"{message}. Fix: remove one of the two")
+            found.add(key.value)
+        return node
 
 
 _TIME = ("tag:yaml.org,2002:str", re.compile(r"\d+(:\d\d)+"))
@@ -323,10 +347,11 @@ def _read_config(path: str) -> dict[str, Any]:
         raise UsageError(
             f"--config {path}: its aliases expand to too many values. Fix: write the values out"
         )
+    if loaded is None:  # nothing but comments
+        return {}
     if not isinstance(loaded, dict):
-        raise UsageError(
-            f"--config {path}: it must be a mapping of options, not {type(loaded).__name__}"
-        )
+        message = f"it must be a mapping of options, not {type(loaded).__name__}"
+        raise UsageError(f"--config {path}: {message}. Fix: lines such as max_epochs: 3")
     return _config(loaded)
 
 
@@ -552,6 +577,8 @@ def _readable(message: str, parser: ArgumentParser, names: Names) -> str:
     unknown = re.search(r"unrecognized arguments: --(\S+)", message) or re.search(
         r"Option '(\S+)' is not accepted", message
     )
+    if surplus := re.search(r"unrecognized arguments: ([^-].*)", message):
+        return _surplus(surplus[1].split()[0], names)
     if in_class := re.search(r"class_path[ =]'([^']+)'", message):
         option, cls = message.partition('"')[2].partition('"')[0], in_class[1]
         if unknown:
@@ -592,9 +619,21 @@ def _unknown_argument(option: str, path: str, name: str) -> str:
     return f"--{option}.{name}: {path} has no argument {name!r}. {nearest(name, known)}"
 
 
+def _surplus(argument: str, names: Names) -> str:
+    """Return the answer to an argument that is neither an option nor an option's value."""
+    option, has_value, value = argument.partition("=")
+    remedy = f"--{option} {value}" if has_value else "--OPTION VALUE, or leave it out"
+    if argument.endswith((".yaml", ".yml")):
+        remedy = f"--config {argument}, which may be given several times"
+    return f"{argument!r} is the value of no option. Fix: {remedy}"
+
+
 def _unknown_option(name: str, parser: ArgumentParser, names: Names) -> str:
     if instead := write_instead("option", name):
         return f"there is no option --{name}{instead}"
+    unknown = f"there is no option --{name}"
+    if name in _MEANT:
+        return f"{unknown}. Did you mean {_MEANT[name]}?"
     typed = re.sub(r"^(strategy|accelerator)_options\.", r"\1.", name)
     options = [
         option[2:]
@@ -635,13 +674,22 @@ def _unknown_option(name: str, parser: ArgumentParser, names: Names) -> str:
         if chosen in ("auto", "gpu"):
             return f"--{typed}: its {kind} must be selected by name. Fix: --{kind} NAME"
         return f"--{typed}: {kind} {chosen!r} takes no options."
+    if name in _OF_SOME:
+        return f"{unknown} of geartrain {parser.prog.split()[1]}. Fix: leave it out"
+    positive = name.removeprefix("no_")
+    if positive != name and positive in options:
+        return f"{unknown}. Fix: --{positive} false"
+    if longer := [option for option in options if option.endswith(f".{name}")]:
+        return f"{unknown}. Did you mean --{longer[0]}?"
     near = [
         re.sub(r"^(strategy|accelerator)_options\.", r"\1.", option)
         for option in options
         if ("." in option) == ("." in name)
     ]
     answer = nearest(typed, [*near, "plugin", "quiet"])
-    return f"there is no option --{typed}. {answer if answer.startswith('Did') else 'See --help.'}"
+    if not answer.startswith("Did"):
+        answer = f"Fix: one of those that geartrain {parser.prog.split()[1]} TARGET --help lists"
+    return f"there is no option --{typed}. {answer}"
 
 
 def _trainer_arguments(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from geartrain import GeartrainError, UsageError, __version__
 from geartrain.plugin_api import KNOWN, Registry, nearest
-from geartrain_cli.panel import panel
+from geartrain_cli.panel import panel, user_lines
 
 if TYPE_CHECKING:
     from geartrain import Trainer
@@ -38,6 +38,12 @@ _HELP = {
     "port": "rewrite a script that was written for PyTorch Lightning",
 }
 
+#: Commands of other programs -> geartrain's.
+_MEANT = {
+    **dict.fromkeys(["train", "run"], "fit"),
+    **dict.fromkeys(["eval", "evaluate", "val"], "validate"),
+    **dict.fromkeys(["infer", "inference"], "predict"),
+}
 _EXAMPLES = (
     "geartrain new project spirals",
     "geartrain fit spirals.py --max-epochs 20 --seed 1",
@@ -127,7 +133,10 @@ def _command(name: str) -> Callable[..., Any]:
                 f"geartrain {name} is not installed. Fix: pip install {KNOWN['command', name]}"
             )
         known = [*names, *(n for kind, n in KNOWN if kind == "command")]
-        raise UsageError(f"there is no command {name!r}. {nearest(name, known)}")
+        answer = f"Did you mean {_MEANT[name]!r}?" if name in _MEANT else nearest(name, known)
+        if name.partition(":")[0].endswith(".py"):
+            answer = f"Fix: geartrain fit {name}"
+        raise UsageError(f"there is no command {name!r}. {answer}")
     command: Callable[..., Any] = registry.load(registry.find("command", name))
     return command
 
@@ -139,12 +148,12 @@ def _without_flag(arguments: Sequence[str]) -> tuple[list[str], bool]:
 
 
 def _guarded(name: str, action: Callable[[], Any], whole: bool) -> int:
-    """Run an action. Print geartrain's own errors as one message and return an exit code.
+    """Run an action. Print an error as one message and return an exit code.
 
-    Other errors propagate with their traceback.
+    An error that no line of the user raised propagates.
 
     Args:
-        whole: also show the traceback of geartrain's own errors.
+        whole: also show the traceback. Of an error of user code Python does it, or a debugger.
     """
     try:
         action()
@@ -153,17 +162,17 @@ def _guarded(name: str, action: Callable[[], Any], whole: bool) -> int:
             traceback.print_exception(error)
         print(panel(error, f"geartrain {name}", _WHOLE), file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        print(
-            f"geartrain {name}: torch is not installed. "
-            "Fix: pip install torch (a build for your hardware)",
-            file=sys.stderr,
-        )
-        return 2
     except KeyboardInterrupt:
         print(f"geartrain {name}: interrupted", file=sys.stderr)
+        return 1
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            remedy = "pip install torch (a build for your hardware)"
+            print(f"geartrain {name}: torch is not installed. Fix: {remedy}", file=sys.stderr)
+            return 2
+        if whole or not user_lines(error):
+            raise
+        print(panel(error, f"geartrain {name}", _WHOLE), file=sys.stderr)
         return 1
     return 0
 
@@ -192,6 +201,10 @@ def cli(
     Raises:
         SystemExit: exit code 1 if the run failed, 2 for wrong usage.
     """
+    from geartrain import Trainer  # commands without a target do not need torch
+
+    if Trainer.refusal:
+        raise UsageError(Trainer.refusal)
     arguments, whole = _without_flag(sys.argv[1:] if argv is None else argv)
     name = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "fit"
     done: list[Any] = []

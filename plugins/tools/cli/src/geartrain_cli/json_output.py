@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 
-from geartrain import GeartrainError, Trainer
+from geartrain import Trainer
 from geartrain_cli.panel import parts_of, user_lines
 
 
@@ -47,7 +47,7 @@ def errors_as_json(command: str) -> Iterator[None]:
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        message, action = parts_of(error) if isinstance(error, GeartrainError) else (str(error), "")
+        message, action = parts_of(error)
         facts = {
             "status": "interrupted" if isinstance(error, KeyboardInterrupt) else "failed",
             "command": command,

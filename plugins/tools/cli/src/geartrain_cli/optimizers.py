@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from geartrain import Module
+from geartrain.plugin_api import warn
 from geartrain_cli.target import import_class
 
 #: The options -> the argument of their classes that is made here, and their help.
@@ -39,9 +39,7 @@ class ChosenOptimizer(Module):
 def with_optimizer(cls: type[Module]) -> type[Module]:
     """Return a subclass of the user's class that looks like it and has a chosen optimizer."""
     if cls.configure_optimizers is not Module.configure_optimizers:
-        warnings.warn(
-            f"--optimizer is used in place of {cls.__name__}.configure_optimizers", stacklevel=2
-        )
+        warn(f"--optimizer is used in place of {cls.__name__}.configure_optimizers")
     return _subclass(cls)
 
 

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+from geartrain import GeartrainError
+
 
 def panel(error: BaseException, command: str, option: str) -> str:
     """Return the text of the panel.
@@ -20,6 +22,8 @@ def panel(error: BaseException, command: str, option: str) -> str:
         option: the option for the whole traceback.
     """
     message, action = parts_of(error)
+    if not isinstance(error, GeartrainError):
+        message = f"{type(error).__name__}: {error}"
     lines, notes = user_lines(error), getattr(error, "__notes__", [])
     parts = [f"{command}: {message}", *notes, *(f"  {line}" for line in lines)]
     if action:
@@ -35,6 +39,8 @@ def parts_of(error: BaseException) -> tuple[str, str]:
     They are no attributes of GeartrainError: to raise an error of a loader's worker again, torch
     calls a class that has an attribute ``message`` as ``GeartrainError(message=...)``.
     """
+    if not isinstance(error, GeartrainError):
+        return str(error), ""
     message, found, action = str(error).rpartition(" Fix: ")
     # With more lines it is another rank's error and its traceback.
     return (message, action) if found and "\n" not in action else (str(error), "")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from geartrain import UsageError
+from geartrain import Trainer, UsageError
 from geartrain.plugin_api import Hooks, nearest
 
 
@@ -43,13 +45,33 @@ def load_file(path: Path, name: str | None = None) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        with no_runs(str(path)):
+            spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
-        if isinstance(error, KeyboardInterrupt):
+        if isinstance(error, KeyboardInterrupt) or is_refused_run(error):
             raise
         raise UsageError(f"{path} could not be imported: {describe(error)}") from error
     return module
+
+
+_RUNS = "starts a run when it is imported"
+
+
+@contextmanager
+def no_runs(name: str) -> Iterator[None]:
+    """Refuse the runs of Trainers inside the block, in which the module ``name`` is imported."""
+    before = Trainer.refusal
+    hint = 'put it under if __name__ == "__main__":'
+    Trainer.refusal = f"{name} {_RUNS}. Fix: {hint}, so that a command finds the classes alone"
+    try:
+        yield
+    finally:
+        Trainer.refusal = before
+
+
+def is_refused_run(error: BaseException) -> bool:
+    return isinstance(error, UsageError) and _RUNS in str(error)
 
 
 def describe(error: BaseException) -> str:

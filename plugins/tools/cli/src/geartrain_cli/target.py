@@ -11,7 +11,7 @@ from types import ModuleType
 
 from geartrain import DataModule, Module, UsageError
 from geartrain.plugin_api import nearest
-from geartrain_cli.plugin_files import describe, load_file
+from geartrain_cli.plugin_files import describe, is_refused_run, load_file, no_runs
 
 Target = tuple[type[Module], type[DataModule] | None]
 
@@ -100,9 +100,10 @@ def _import(name: str) -> ModuleType:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        return importlib.import_module(name)
+        with no_runs(name):
+            return importlib.import_module(name)
     except BaseException as error:  # as for a file
-        if isinstance(error, KeyboardInterrupt):
+        if isinstance(error, KeyboardInterrupt) or is_refused_run(error):
             raise
         hint = f" (a file? {name}.py)" if Path(f"{name}.py").is_file() else ""
         reason = describe(error)

@@ -211,7 +211,7 @@ SPELT = {
 
 #: Arguments of Lightning's Trainer that geartrain's does not have.
 OF_TRAINER_CALL = {
-    "gpus": "devices=N with accelerator='gpu' (or 'cuda')",
+    "gpus": "devices=N with accelerator='gpu'; dp and ddp are strategies now: strategy='dp'",
     "num_gpus": "devices=N with accelerator='gpu'",
     "tpu_cores": "nothing: no geartrain distribution drives TPUs",
     "num_processes": "devices=N with accelerator='cpu'",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from geartrain import Trainer, UsageError
-from geartrain.plugin_api import Hooks, LoadedPlugin, nearest
+from geartrain.plugin_api import Hooks, LoadedPlugin, nearest, warn
 
 #: Hooks that a Session does not fire: only a Trainer's loop knows epochs and validation.
 NOT_FIRED = ("on_epoch_start", "on_epoch_end", "on_validation_start", "on_validation_end")
@@ -58,7 +57,7 @@ def check_hooks(hooks: Hooks, parts: Iterable[LoadedPlugin]) -> None:
         if set(missed) & set(NOT_AROUND) or not works_without:
             raise UsageError(f"{message}. Fix: do its work in the loop, or use geartrain.Trainer")
         if missed:
-            warnings.warn(message, stacklevel=3)
+            warn(message)
 
 
 def _is_optional(plugin: Any, hook: str) -> bool:

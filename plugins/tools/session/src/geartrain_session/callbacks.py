@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
+
+from geartrain.plugin_api import warn
 
 
 class Callbacks:
@@ -28,8 +29,7 @@ class Callbacks:
     def warn_if_never_called(self) -> None:
         """Warn at the end of a run if the loop called no callback."""
         if self._objects and not self._called:
-            warnings.warn(
+            warn(
                 "no method of this session's callbacks was called. "
-                "Fix: session.call(NAME, ...) at each event of the loop",
-                stacklevel=2,
+                "Fix: session.call(NAME, ...) at each event of the loop"
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 from geartrain import Module, Plan, UsageError
-from geartrain.plugin_api import OVERRIDES, map_tensors, overridden
+from geartrain.plugin_api import OVERRIDES, map_tensors, overridden, warn
 
 if TYPE_CHECKING:
     from geartrain import Run
@@ -216,10 +215,9 @@ def attach(run: Run, models: Sequence[SessionModel]) -> None:
             and overridden(module, name)
         ]
         if names:
-            warnings.warn(
+            warn(
                 f"{type(module).__name__}.{', '.join(names)}: a Session never calls it. "
-                "Fix: call it in the loop",
-                stacklevel=4,
+                "Fix: call it in the loop"
             )
     run.module = module if len(models) == 1 else as_one_module(*(model.module for model in models))
 

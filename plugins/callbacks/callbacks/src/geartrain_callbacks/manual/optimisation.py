@@ -8,7 +8,6 @@ use. ``self.manual_backward`` averages gradients over ranks instead.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -21,10 +20,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from geartrain import Module, Plan, Run, TrainingError, UsageError, hookimpl
-from geartrain.plugin_api import (
-    LoadedPlugin,
-    parameters_of,
-)
+from geartrain.plugin_api import LoadedPlugin, parameters_of, warn
 from geartrain_callbacks.manual.clipping import check_clip, clip
 from geartrain_callbacks.manual.gradients import changed_since, gradients_now
 from geartrain_callbacks.manual.scaling import ManuallyScaledPrecision
@@ -143,11 +139,10 @@ class ManualOptimisation:
     @hookimpl
     def on_epoch_end(self, run: Run) -> None:
         if not self._steps and run.world.rank == 0:
-            warnings.warn(
+            warn(
                 f"{type(run.module).__name__}.automatic_optimization is False, but no optimizer "
                 "was stepped in the first epoch. "
-                "Fix: self.optimizers().step() in training_step, or automatic_optimization = True",
-                stacklevel=2,
+                "Fix: self.optimizers().step() in training_step, or automatic_optimization = True"
             )
         self._steps += 1  # to warn once
 
@@ -259,11 +254,10 @@ class ManualOptimisation:
             parameter for parameter in parameters_of([optimizer]) if parameter.grad is not None
         ]
         if with_gradient and self._averaged.isdisjoint(with_gradient):
-            warnings.warn(
+            warn(
                 f"{type(optimizer).__name__} steps with gradients that self.manual_backward did "
                 "not average: unless you average them, the ranks' weights drift apart. "
-                "Fix: self.manual_backward(loss) instead of loss.backward()",
-                stacklevel=2,
+                "Fix: self.manual_backward(loss) instead of loss.backward()"
             )
         self._looked_at.add(optimizer)
 

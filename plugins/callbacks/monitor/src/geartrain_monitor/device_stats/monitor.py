@@ -67,7 +67,7 @@ class Monitor:
                 self._sampled.set()
                 self._wake.clear()
         except Exception as error:
-            self._run.hooks.blame(error)
+            self._run.hooks.explain(error)
             text = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
             self.notes.append(f"device_stats takes no more samples; training continues: {text}")
         finally:

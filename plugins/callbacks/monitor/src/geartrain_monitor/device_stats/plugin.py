@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from geartrain import UsageError, hookimpl
-from geartrain.plugin_api import MappedBatches
+from geartrain.plugin_api import MappedBatches, warn
 from geartrain_monitor.device_stats.cpu import SHORTEST
 from geartrain_monitor.device_stats.monitor import PATIENCE, Monitor
 
@@ -130,4 +129,4 @@ def _report(run: Run, monitor: Monitor) -> None:
 
 
 def _warn(text: str) -> None:
-    warnings.warn(text, stacklevel=3)
+    warn(text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from geartrain import TrainingError, UsageError, hookimpl
-from geartrain.plugin_api import replacing
+from geartrain.plugin_api import replacing, warn
 from geartrain_monitor.profile.clock import Clock, Reading, TimedBatches
 from geartrain_monitor.profile.report import PARTS, as_dict, make_report, table
 from geartrain_monitor.profile.trace import Recorder, merge
@@ -83,9 +82,7 @@ class Profile:
     def check_plan(self, plan: Plan) -> None:
         if plan.output is None and not plan.options.fast_dev_run:
             message = f"{_WHOSE}: the run has no folder, so it only prints its table"
-            warnings.warn(
-                f"{message}. Fix: --output DIR for profile.json and a trace", stacklevel=2
-            )
+            warn(f"{message}. Fix: --output DIR for profile.json and a trace")
 
     # --- measure ----------------------------------------------------------------------------------
 
@@ -267,7 +264,7 @@ def _warned(what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, RuntimeError, TrainingError) as error:
-        warnings.warn(f"{_WHOSE}: {what}: {error}", stacklevel=3)
+        warn(f"{_WHOSE}: {what}: {error}")
 
 
 def _rank_file(folder: Path, rank: int) -> Path:

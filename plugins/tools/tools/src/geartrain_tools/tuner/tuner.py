@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 
 from geartrain import DataModule, Module, Trainer, TrainingError, UsageError
-from geartrain.plugin_api import DataSource, check_module, overridden
+from geartrain.plugin_api import DataSource, check_module, overridden, warn
 from geartrain_tools.tuner.batch_size import (
     StepTimer,
     Trial,
@@ -118,10 +117,9 @@ class Tuner:
         if update_attr and suggestion is not None:
             set_attribute(model, name, suggestion)
         elif update_attr:
-            warnings.warn(
+            warn(
                 f"{type(model).__name__}.{name} is unchanged, because no learning rate is "
-                f"suggested: {sweep.found.why_not()}",
-                stacklevel=2,
+                f"suggested: {sweep.found.why_not()}"
             )
         return sweep.found
 
