@@ -105,7 +105,7 @@ def test_a_refresh_rate_of_0_draws_nothing():
 
 
 def test_before_a_run_it_knows_no_batches():
-    with pytest.raises(RuntimeError, match="ProgressBar has not seen a run yet"):
+    with pytest.raises(AttributeError, match="ProgressBar has not seen a run yet"):
         _ = ProgressBar().total_train_batches
 
 

@@ -14,6 +14,7 @@ from geartrain.callbacks import (
     EMA,
     Callback,
     EarlyStopping,
+    EMAWeightAveraging,
     GradientAccumulationScheduler,
     LearningRateMonitor,
     ModelCheckpoint,
@@ -21,14 +22,23 @@ from geartrain.callbacks import (
     NaNGuard,
     Norms,
     ProgressBar,
+    RichProgressBar,
     StochasticWeightAveraging,
     Throughput,
+    ThroughputMonitor,
     Timer,
+    TQDMProgressBar,
+    WeightAveraging,
 )
 from geartrain_callbacks.callback import CALLED, PluginCallback
 
 OPTIONS = {
     EMA: {"decay": 0.9},
+    EMAWeightAveraging: {},
+    RichProgressBar: {},
+    TQDMProgressBar: {},
+    ThroughputMonitor: {"batch_size_fn": len},
+    WeightAveraging: {},
     EarlyStopping: {"monitor": "val_loss"},
     GradientAccumulationScheduler: {"scheduling": {0: 1}},
     LearningRateMonitor: {},
@@ -97,7 +107,7 @@ def test_each_method_runs_once_an_event_in_the_callbacks_order(cls, tmp_path):
 @pytest.mark.parametrize("cls", OPTIONS)
 def test_no_hookimpl_is_lost(cls):
     def hooks(plugin):
-        found = [getattr(plugin, name) for name in dir(plugin)]
+        found = [getattr(plugin, name, None) for name in dir(plugin)]
         found = [f for f in found if hasattr(f, "geartrain_impl")]
         return {f.__func__ for f in found}
 

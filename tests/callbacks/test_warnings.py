@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from small_models import EvalNet, Logging, Net, fit, loader, trainer
+from small_models import EvalNet, Logging, Net, fit, loader
 
-import geartrain as gt
 from geartrain.callbacks import EarlyStopping, ModelCheckpoint
 
 
@@ -33,21 +32,6 @@ def test_a_parameter_without_an_optimizer_is_named(recwarn):
     recwarn.clear()
     fit(frozen)
     assert not [m for m in messages(recwarn) if "in no optimizer" in m]
-
-
-def test_a_loader_beside_a_data_module_that_makes_it(recwarn):
-    class Data(gt.DataModule):
-        def train_dataloader(self):
-            raise AssertionError
-
-        def val_dataloader(self):
-            return loader()
-
-    net = EvalNet()
-    trainer().fit(net, loader(), datamodule=Data())
-    found = [m for m in messages(recwarn) if "is not used" in m]
-    assert found == ["a loader is given, so Data.train_dataloader is not used"]
-    assert net.seen
 
 
 @pytest.mark.parametrize(

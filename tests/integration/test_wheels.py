@@ -106,7 +106,8 @@ def test_strategy_and_observer_with_options_work_together(fit):
     )
     assert run.weights == [1.5, 2.0]
     assert run.metrics["grad_norm"] == 1.75
-    assert [plugin["name"] for plugin in run.plan["plugins"]] == ["gradient_norm", "progress"]
+    names = [plugin["name"] for plugin in run.plan["plugins"]]
+    assert names == ["gradient_norm", "provenance", "progress"]
 
 
 def test_script_chooses_them_by_name_or_by_class(site, tmp_path):
@@ -205,7 +206,7 @@ def test_plugins_that_are_not_selected_change_nothing(fit):
     assert run.weights == [6.0, 8.0]
     assert (run.plan["strategy"]["name"], [plugin["name"] for plugin in run.plan["plugins"]]) == (
         "single",
-        ["progress"],
+        ["provenance", "progress"],
     )
     assert set(run.metrics) == {"step", "epoch", "stage", "train_loss"}
     assert (

@@ -96,7 +96,7 @@ def test_a_run_has_params_metrics_with_their_steps_tags_and_its_status(uri, tmp_
     expected |= {"plan.accelerator": "cpu", "plan.strategy": "single", "plan.processes": "1"}
     expected |= {"plan.precision": "32-true", "plan.max_epochs": "2", "plan.batch_size.global": "4"}
     assert {name: params[name] for name in expected} == expected
-    assert json.loads(params["plan.plugins"]) == ["mlflow"]
+    assert json.loads(params["plan.plugins"]) == ["mlflow", "provenance"]
     assert run.data.tags["team"] == "red"
     assert run.data.tags["geartrain.command"] == "fit"
     assert {"mlflow.user", "mlflow.source.name", "geartrain.version"} <= set(run.data.tags)

@@ -170,7 +170,7 @@ def check_progress(drawn, counted):
         for output in drawn.outputs
         if output["output_type"] == "display_data"
     ]
-    bars = [shown for shown in displays if "epoch 2" in shown]
+    bars = [shown for shown in displays if shown.startswith("epoch 2")]
     assert len(bars) == 1
     assert bars[0].startswith("epoch 2/2 \u2501")  # the last update
     assert "4/4" in bars[0]

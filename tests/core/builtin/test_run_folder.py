@@ -191,7 +191,7 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path):
 
 def test_a_file_is_no_folder(tmp_path):
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(UsageError, match="not a folder"):
+    with pytest.raises(UsageError, match=r"is a file\. Fix: name a folder"):
         trainer(output=tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -255,6 +255,7 @@ def test_a_run_that_fails_gives_its_folder_back(tmp_path):
 
     with pytest.raises(KeyboardInterrupt, match="by hand"):
         fit(Fails(), output=tmp_path)
+    assert fit(output=tmp_path).global_step  # it left no checkpoint to lose
     with pytest.raises(UsageError, match="already contains a run"):
         fit(output=tmp_path)
 

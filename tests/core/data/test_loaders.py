@@ -359,8 +359,8 @@ def test_fit_uses_loaders_of_several_origins():
     assert len(net.seen) == 2
     one.fit(net, Data())  # the first argument may be a DataModule
     assert one.num_training_batches == 3
-    one.fit(net, loader(20), datamodule=Data())
-    assert one.num_training_batches == 5
+    with pytest.raises(gt.UsageError, match=r"Data has train_dataloader\. Fix: give one"):
+        one.fit(net, loader(20), datamodule=Data())
 
 
 class Moves:

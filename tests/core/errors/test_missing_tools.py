@@ -163,12 +163,10 @@ def test_a_class_of_a_plugin(alone, module):
 
 def test_help_names_the_distributions_of_missing_commands(alone, capsys):
     assert main(["--help"]) == 0
-    said = capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
     for (kind, name), home in KNOWN.items():
         if kind == "command":
-            assert re.search(
-                rf"^  {name} .*\(not installed: pip install {home}\)$", said, re.MULTILINE
-            )
+            assert re.search(rf" {name} [^(]*\(not installed: pip install {home}\)", said)
 
 
 def test_a_time_limit(alone):

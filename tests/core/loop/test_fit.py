@@ -77,12 +77,10 @@ class Stopper:
 
 @pytest.mark.parametrize(
     ("asked_in", "flush_every", "stops_after"),
-    [(1, 4, 4), (4, 4, 4), (5, 4, 6), (7, 50, 12)],
-    ids=["next flush", "this flush", "end of epoch before the flush", "end of the second"],
+    [(1, 4, 1), (4, 4, 4), (5, 4, 5), (7, 50, 7)],
+    ids=["before a flush", "at a flush", "before the epoch's end", "in the second epoch"],
 )
-def test_should_stop_takes_effect_at_a_flush_or_the_end_of_an_epoch(
-    asked_in, flush_every, stops_after
-):
+def test_should_stop_takes_effect_after_the_step_in_one_process(asked_in, flush_every, stops_after):
     done = fit(plugins=[Stopper(asked_in)], log_every_n_steps=flush_every, max_epochs=5)
     assert done.global_step == stops_after
     assert done.should_stop

@@ -268,7 +268,9 @@ def _implied(
             shown = "" if callable(value) else f" = {value}"
             reasons.setdefault(plugin, []).append(f"{cls}.{name}{shown}")
         elif "Module" not in places and value != getattr(defaults, name, None):
-            reasons[plugin], values[plugin] = [f"{name}={value!r}"], value
+            # The folder may differ between ranks, and the plan must not.
+            shown = "..." if name == "output" else repr(value)
+            reasons[plugin], values[plugin] = [f"{name}={shown}"], value
     for plugin, found in reasons.items():
         (name, _, option), reason = plugin.partition(":"), ", ".join(found)
         if not any(candidate.name == name for candidate in registry.of("plugin")):

@@ -68,5 +68,5 @@ class ProgressNames:
 
     def _known_run(self) -> Run:
         if self._run is None:
-            raise RuntimeError(f"{type(self).__name__} has not seen a run yet")
+            raise AttributeError(f"{type(self).__name__} has not seen a run yet")
         return self._run

@@ -17,8 +17,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from torch.nn.parameter import is_lazy
-
 from geartrain import Run, hookimpl
 from geartrain.plugin_api import AppendedFile
 
@@ -112,6 +110,8 @@ def _git(*arguments: str) -> str:
 
 
 def _parameters(run: Run) -> dict[str, int]:
+    from torch.nn.parameter import is_lazy  # not above: plugins are listed without torch
+
     parameters = [p for p in run.module.parameters() if not is_lazy(p)]
     return {
         "parameters": sum(p.numel() for p in parameters),
