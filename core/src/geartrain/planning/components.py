@@ -268,16 +268,14 @@ def _implied(
             shown = "" if callable(value) else f" = {value}"
             reasons.setdefault(plugin, []).append(f"{cls}.{name}{shown}")
         elif "Module" not in places and value != getattr(defaults, name, None):
-            # The folder may differ between ranks, and the plan must not.
-            shown = "..." if name == "output" else repr(value)
-            reasons[plugin], values[plugin] = [f"{name}={shown}"], value
+            shown = name if name == "output" else f"{name}={value!r}"  # ranks have other folders
+            reasons[plugin], values[plugin] = [shown], value
     for plugin, found in reasons.items():
         (name, _, option), reason = plugin.partition(":"), ", ".join(found)
         if not any(candidate.name == name for candidate in registry.of("plugin")):
             home = KNOWN["plugin", name]
             raise UsageError(f"{reason} needs {home}. Fix: pip install {home}")
-        options = {option: values[plugin]} if option else {}
-        yield registry.select("plugin", name, options, reason)
+        yield registry.select("plugin", name, {option: values[plugin]} if option else {}, reason)
 
 
 def plugin_parts(
