@@ -178,7 +178,7 @@ def test_another_distributions_algorithm_trains(run, tmp_path):
         return run(*command, *arguments, folder=tmp_path)
 
     help_text = fit("--help").stdout
-    assert "--strategy.times TIMES" in help_text
+    assert "--strategy.times X" in help_text
     assert "the factor of the mean" in help_text
     refused = fit("--strategy.times", "twice")
     assert refused.returncode == 2

@@ -295,7 +295,9 @@ def _judge_ends(
 def _judge_folder(cell: Cell, run: Path, notes: list[str]) -> Iterator[str]:
     """Yield failures in the run's folder: incomplete files, or a summary without the cause."""
     for path in sorted(run.iterdir()) if run.is_dir() else ():
-        if path.name not in RUN_FOLDER:
+        # Its process has ended without an exit handler. The lock itself is released.
+        is_dead = path.name == "run.lock" and cell.event in ("exit", "kill") and cell.rank == 0
+        if path.name not in RUN_FOLDER and not is_dead:
             yield f"left run/{path.name}"
     for path in sorted(run.rglob("*")):
         try:

@@ -106,7 +106,9 @@ def load(name: str):
     path = ROOT / "examples" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"example_{name}", path)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(path.parent)  # as for a script
+        spec.loader.exec_module(module)
     return module
 
 

@@ -23,8 +23,10 @@ class TestForkserver(StrategyConformance):
 
 
 @pytest.mark.matrix
+@pytest.mark.timeout(600)
 class TestSpawn(StrategyConformance):
     strategy = "spawn"
+    deadline = 200.0  # each process of each fit imports torch
     options: ClassVar[dict[str, object]] = {"start_method": "spawn"}
     chosen = STARTED
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
+import sysconfig
 import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
-#: Packages that call the user's code, or that it calls.
-_OF_OTHERS = {*sys.stdlib_module_names, "pluggy", "torch"}
+_PYTHON = sysconfig.get_path("stdlib")
 
 
 class GeartrainError(Exception):
@@ -41,11 +42,21 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def is_of_user(frame: FrameType) -> bool:
-    """True if a frame is not of geartrain, its script, torch or Python."""
-    name = str(getattr(frame.f_globals.get("__spec__"), "name", frame.f_globals.get("__name__")))
-    root = name.partition(".")[0]
-    root = Path(frame.f_code.co_filename).name if root == "__main__" else root
-    return root.partition("_")[0] != "geartrain" and root not in _OF_OTHERS
+    """True if a frame is not of geartrain, its script, Python or an installed package."""
+    file = Path(frame.f_code.co_filename)
+    module = str(getattr(frame.f_globals.get("__spec__"), "name", frame.f_globals.get("__name__")))
+    root = file.name if module == "__main__" else module.partition(".")[0]
+    of_python = file.is_relative_to(_PYTHON) or file.name.startswith("<frozen")
+    if of_python or root.partition("_")[0] == "geartrain":
+        return False
+    # The depth of the folder that the package is in, which may be one of pip install --target.
+    depth = module.count(".") + (file.name == "__init__.py")
+    return depth >= len(file.parents) or not _has_installed(file.parents[depth])
+
+
+@cache
+def _has_installed(folder: Path) -> bool:
+    return any(folder.glob("*.dist-info"))
 
 
 def warn(message: str) -> None:

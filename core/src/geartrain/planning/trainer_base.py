@@ -21,6 +21,9 @@ class TrainerBase:
     Ranks are those of the running Run, otherwise of the launcher's environment.
     """
 
+    #: True if rank 0's folder may have another number than this rank's, which then takes it.
+    takes_folder_of_rank_0 = False
+
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         #: The parts and the plan; another process gets them as this value.
         self._setup = Setup.of(arguments)

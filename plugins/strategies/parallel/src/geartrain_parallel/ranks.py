@@ -61,11 +61,7 @@ class SeveralRanks(RankCoordinator):
             for message in settings
             if first[message] != settings[message]
         ]
-        # On the command line rank 0 alone knows the folder of a fit without --output.
-        if getattr(run.trainer, "takes_folder_of_rank_0", False) and None not in (
-            folder,
-            run.output,
-        ):
+        if run.trainer.takes_folder_of_rank_0 and None not in (folder, run.output):
             if checkpoint is not None and folder != run.output:
                 differences.append(f"the run to resume: {folder}, {run.output}")
             _set_folder(run, folder)

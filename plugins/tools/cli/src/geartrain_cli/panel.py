@@ -5,13 +5,12 @@ from __future__ import annotations
 import linecache
 import os
 import re
-import sysconfig
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 from geartrain import GeartrainError
+from geartrain.plugin_api import is_of_user
 
 
 def panel(error: BaseException, command: str, option: str) -> str:
@@ -68,19 +67,7 @@ def _places(error: BaseException) -> Iterator[tuple[str, int]]:
         yield error.filename, error.lineno
         return
     frames = list(traceback.walk_tb(error.__traceback__))
-    yield from [(f.f_code.co_filename, line) for f, line in frames if _is_of_user(f)][-1:]
-
-
-def _is_of_user(frame: FrameType) -> bool:
-    """True if the frame is of the user: not of geartrain, Python or an installed package."""
-    file, module = frame.f_code.co_filename, frame.f_globals.get("__name__", "")
-    if file.startswith("<frozen") or module.partition("_")[0].partition(".")[0] == "geartrain":
-        return False
-    folders = Path(file).parents
-    # The depth of the folder that the package is in, which may be one of pip install --target.
-    depth = module.count(".") + (Path(file).name == "__init__.py")
-    installed = depth < len(folders) and any(folders[depth].glob("*.dist-info"))
-    return not installed and not Path(file).is_relative_to(sysconfig.get_path("stdlib"))
+    yield from [(f.f_code.co_filename, line) for f, line in frames if is_of_user(f)][-1:]
 
 
 def _shown(file: str, line: int) -> str:

@@ -49,8 +49,7 @@ def _run(
     try:
         choose = partial(folders.choose, name)
         request = read_arguments(name, argv, target, defaults, _OPTIONS, choose)
-        # geartrain.parallel reads it.
-        vars(request.trainer).update(takes_folder_of_rank_0=folders.is_numbered)
+        request.trainer.takes_folder_of_rank_0 = folders.is_numbered
         return _run_request(name, argv, target, request)
     finally:
         folders.close()
