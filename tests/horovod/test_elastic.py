@@ -194,5 +194,6 @@ def test_an_error_of_user_code_ends_only_its_worker(job):
 def test_a_run_that_resumes_within_an_epoch_makes_no_commit_for_its_start():
     """The commit would have the step of the middle, but not the batches before it."""
     elastic, within = Elastic(every=None), SimpleNamespace(resumed=SimpleNamespace(batch_idx=2))
-    elastic.commit_epoch(within, collectives=None)
+    run = SimpleNamespace(loop=within)
+    elastic.commit_epoch(run, collectives=None)
     assert elastic.last is None

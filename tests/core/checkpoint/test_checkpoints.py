@@ -126,12 +126,9 @@ def refused(words, one, which, **options):
 
 
 def test_best_of_a_trainer_that_keeps_none(tmp_path):
-    refused(r"has no ModelCheckpoint\. Fix: plugins=", fit(EvalNet()), "best")
-    refused(
-        "has saved no checkpoint that could be the best",
-        trainer(plugins=[ModelCheckpoint(dirpath=tmp_path)]),
-        "best",
-    )
+    words = r"has saved no checkpoint that could be the best\. Fix: .*plugins="
+    refused(words, fit(EvalNet()), "best")
+    refused(words, trainer(plugins=[ModelCheckpoint(dirpath=tmp_path)]), "best")
 
 
 def test_best_of_several(tmp_path):

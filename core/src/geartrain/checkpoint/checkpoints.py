@@ -174,14 +174,9 @@ def _best(hooks: Hooks, output: Path | None) -> Path:
     if found:
         files = " or ".join(map(str, reversed(found)))
         raise UsageError(f"'best' may be {files}. Fix: give one of these files")
-    if all(choice.is_core for choice in hooks.implementers("find_checkpoint")):
-        raise UsageError(
-            "'best' is known to the trainer that found it, and this trainer has no ModelCheckpoint."
-            " Fix: plugins=[ModelCheckpoint(monitor=...)] of geartrain.callbacks, or give a file"
-        )
     raise UsageError(
-        "this trainer has saved no checkpoint that could be the best. "
-        "Fix: fit first, with save_top_k other than 0"
+        "this trainer has saved no checkpoint that could be the best. Fix: fit first, with "
+        "plugins=[ModelCheckpoint(monitor=...)] of geartrain.callbacks; or give a file"
     )
 
 
@@ -254,8 +249,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _warn_of(damaged: list[Path], used: Path) -> None:
-    place = detect()
-    if place is None or place.rank == 0:
+    if (place := detect()) is None or place.rank == 0:
         cause = "the run was stopped before it saved a last checkpoint"
         if damaged:
             cause = f"damaged, or saved by another program: {', '.join(map(str, damaged))}"

@@ -7,11 +7,8 @@ import sysconfig
 import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
-from functools import cache
 from pathlib import Path
 from types import FrameType
-
-_PYTHON = sysconfig.get_path("stdlib")
 
 
 class GeartrainError(Exception):
@@ -46,17 +43,12 @@ def is_of_user(frame: FrameType) -> bool:
     file = Path(frame.f_code.co_filename)
     module = str(getattr(frame.f_globals.get("__spec__"), "name", frame.f_globals.get("__name__")))
     root = file.name if module == "__main__" else module.partition(".")[0]
-    of_python = file.is_relative_to(_PYTHON) or file.name.startswith("<frozen")
-    if of_python or root.partition("_")[0] == "geartrain":
+    of_python = file.is_relative_to(sysconfig.get_path("stdlib"))
+    if of_python or file.name.startswith("<frozen") or root.partition("_")[0] == "geartrain":
         return False
     # The depth of the folder that the package is in, which may be one of pip install --target.
     depth = module.count(".") + (file.name == "__init__.py")
-    return depth >= len(file.parents) or not _has_installed(file.parents[depth])
-
-
-@cache
-def _has_installed(folder: Path) -> bool:
-    return any(folder.glob("*.dist-info"))
+    return depth >= len(file.parents) or not any(file.parents[depth].glob("*.dist-info"))
 
 
 def warn(message: str) -> None:
