@@ -136,6 +136,31 @@ def test_an_existing_file_is_never_overwritten(tmp_path):
     assert file.read_text() == "mine"
 
 
+def test_the_folder_of_a_run_that_failed_early_gets_a_new_table(tmp_path):
+    def fails(self, batch, batch_idx):
+        self.log("x", 1.0)
+        if batch_idx:
+            raise RuntimeError("no")
+
+    options = {"output": tmp_path, "plugins": "csv", "log_every_n_steps": 1}
+    with pytest.raises(RuntimeError, match="no"):
+        fit(Logging(fails), **options)
+    one = fit(Logs(), **options)
+    assert {frozenset(line) for line in read(tmp_path / "metrics.csv")} == {
+        frozenset((*OWN, "loss"))
+    }
+    lines = len(read(tmp_path / "metrics.csv"))
+    one.fit(Logs(), loader())
+    assert len(read(tmp_path / "metrics.csv")) == 2 * lines, "a later fit appends"
+
+
+def test_a_users_own_metrics_csv_is_never_touched(tmp_path):
+    (tmp_path / "metrics.csv").write_text("mine")
+    with pytest.raises(UsageError, match="exists, and nothing is overwritten"):
+        fit(Logs(), output=tmp_path, plugins="csv")
+    assert (tmp_path / "metrics.csv").read_text() == "mine"
+
+
 def test_a_file_of_another_kind_is_not_added_to(tmp_path):
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     with pytest.raises(TrainingError, match="not a table of metrics"):

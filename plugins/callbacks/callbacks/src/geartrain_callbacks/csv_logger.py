@@ -55,7 +55,9 @@ class CSVLogger:
         # Check only before the first run of this object, because later runs append to the file,
         # and only on rank 0, because a rank that starts later finds rank 0's table.
         first = ClusterEnvironment.starts_rank_0(detect(), plan.num_nodes)
-        if first and not self._began and not plan.resumes and path.exists():
+        # The folder refuses an earlier run, unless that failed before it saved anything.
+        of_run = self.path is None and (path.parent / "summary.json").exists()
+        if first and not self._began and not plan.resumes and path.exists() and not of_run:
             raise UsageError(
                 f"geartrain-callbacks[csv]: {str(path)!r} exists, and nothing is overwritten. "
                 "Fix: use another path, or remove it"
@@ -68,6 +70,9 @@ class CSVLogger:
         path = self._path(run.plan)
         if run.world.rank == 0 and path is not None and not run.plan.options.fast_dev_run:
             self._began = True  # check_plan may have run in another process
+            lines = path.parent / "metrics.jsonl"
+            if self.path is None and (not lines.exists() or not lines.stat().st_size):
+                path.unlink(missing_ok=True)  # of a run that failed early
             self._table = Table(path)
 
     @hookimpl
