@@ -55,7 +55,10 @@ def test_rank_0_alone_prints(tmp_path):
     assert "model-1" not in second.printed
 
 
-@pytest.mark.parametrize("options", [[], ["--output", "runs/model-{n}"]])
+@pytest.mark.parametrize(
+    "options",
+    [[], pytest.param(["--output", "runs/model-{n}"], marks=pytest.mark.end_to_end)],
+)
 def test_ranks_that_geartrain_starts(tmp_path, options):
     with program(tmp_path, fit, "ddp", "--max-epochs", "1", *options) as started:
         started.succeed(100)

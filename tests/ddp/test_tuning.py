@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from several_ranks import succeeded
 from torch.utils.data import DataLoader
 
@@ -52,6 +53,7 @@ class Limited(Net):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.end_to_end
 def test_a_batch_size_is_found_by_ddp_on_one_device():
     module, trainer = Limited(), ddp(devices=1)
     assert Tuner(trainer).scale_batch_size(module, mode="binsearch") == 11

@@ -45,6 +45,7 @@ def test_texts_are_used_once(classifier):
     assert len(set(texts)) > 0.98 * len(texts)
 
 
+@pytest.mark.example
 def test_batches_are_as_long_as_their_longest_text(classifier):
     lengths = set()
     for batch in classifier.Docstrings(batch_size=4).val_dataloader():

@@ -147,6 +147,7 @@ gt.Trainer(accelerator="cpu", devices=1, max_epochs=2).fit(Slow())
 """
 
 
+@pytest.mark.end_to_end
 @methods("forkserver", "spawn", "fork")
 def test_in_a_notebook(tmp_path, method, executed):
     checks = (
@@ -348,6 +349,7 @@ def _environment(folder: Path) -> dict[str, str]:
     return {**kept, "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
 
 
+@pytest.mark.end_to_end
 def test_the_forkserver_exits_without_undoing_its_imports(tmp_path):
     """Otherwise it may outlive the program by seconds, if torch has many libraries."""
     text = "import atexit; atexit.register(print, 'undone'); import geartrain_spawn.preload"

@@ -75,6 +75,7 @@ def test_a_missing_wandb_is_an_error_before_anything_starts(tmp_path, monkeypatc
 # --- servers --------------------------------------------------------------------------------------
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("server", ["refuses", pytest.param("is silent", marks=pytest.mark.matrix)])
 def test_a_run_is_offline_if_the_server_does_not_answer(tmp_path, monkeypatch, server):
     monkeypatch.setenv("WANDB_API_KEY", KEY)
