@@ -396,6 +396,12 @@ def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     return [key for key in {**a, **b} if key not in a or key not in b or not equal(a[key], b[key])]
 
 
+def of_lost_file(folder: Path, key: str) -> bool:
+    """True for the score of a file that is no longer there: a killed run may have replaced it."""
+    name = key.rpartition(".best_k_models.")[2]
+    return name != key and not (folder / "run" / "checkpoints" / name).exists()
+
+
 def differences(whole: Path, other: Path) -> list[str]:
     """Return the differences between two folders of results and runs, in words."""
     found = []
@@ -410,7 +416,7 @@ def differences(whole: Path, other: Path) -> list[str]:
     for name in sorted(first & second):
         if name.endswith((".ckpt", ".pt")):
             states = [values(torch.load(one / name, weights_only=True)) for one in (whole, other)]
-            if keys := differing(*states):
+            if keys := [key for key in differing(*states) if not of_lost_file(whole, key)]:
                 found.append(f"{name}: {len(keys)} values, {keys[:4]}")
     if keys := differing(lines(whole), lines(other)):
         found.append(f"metrics.jsonl: {len(keys)} values, {keys[:4]}")
