@@ -269,6 +269,14 @@ def test_an_error_is_reported_in_a_file(tmp_path, monkeypatch):
     begin()
 
 
+def test_an_error_without_a_line_of_the_user_is_shown_once_with_its_notes():
+    text = "geartrain.errors.UsageError: no. Fix: yes\nraised in hook 'x' of p[y]\n"
+    failure = Failure(1, 0, "UsageError: no. Fix: yes", text)
+    assert failure.describe() == (
+        "rank 1 failed: UsageError: no. Fix: yes\nraised in hook 'x' of p[y]"
+    )
+
+
 def test_an_error_of_torchs_record_can_be_read(tmp_path, monkeypatch):
     from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 

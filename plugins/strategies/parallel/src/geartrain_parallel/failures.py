@@ -48,9 +48,10 @@ class Failure:
     def describe(self) -> str:
         if self.signal is not None:
             return f"rank {self.rank} was ended by {signal.Signals(self.signal).name}"
-        return f"rank {self.rank} failed: {self.message}" + (
-            f"\n{self.traceback}" if self.traceback else ""
-        )
+        more = self.traceback
+        if "Traceback (" not in more:  # no line of the user: the message again, and notes
+            more = more.partition(self.message.partition(": ")[2] or self.message)[2].strip()
+        return f"rank {self.rank} failed: {self.message}" + (f"\n{more}" if more else "")
 
 
 @dataclass(frozen=True, slots=True)
