@@ -44,6 +44,7 @@ def test_every_option_is_listed_once_with_dashes(command):
         "report --help",
         "port -h",
         "new --help",
+        "tune --help",
     ],
 )
 def test_every_width_shows_whole_words(command, monkeypatch, columns, line):

@@ -17,6 +17,7 @@ from geartrain import Trainer, TrainingError, UsageError
 from geartrain.plugin_api import check_module, nearest, replacing
 from geartrain_cli.arguments import Request, read_arguments
 from geartrain_cli.folders import RunFolders
+from geartrain_cli.tables import Group, show, show_text
 from geartrain_cli.target import Target
 from geartrain_tools.tuner import LRFinder, Tuner
 from geartrain_tools.tuner.tuner import learning_rate_of, owners_of
@@ -53,14 +54,25 @@ _OPTIONS: dict[str, dict[str, tuple[Any, Any, str]]] = {
     },
 }
 
-_USAGE = """\
-usage: geartrain tune lr TARGET [options]
-       geartrain tune batch-size TARGET [options]
-
-lr trains a few steps with a growing learning rate and suggests the one at which the loss falls
-fastest. batch-size tries larger and larger batches and prints the largest that fits in memory.
-Both write nothing, except their result if --output DIR is given.
-geartrain tune lr TARGET --help lists the options."""
+_EXAMPLES = (
+    "geartrain tune lr train.py",
+    "geartrain tune batch-size train.py --mode binsearch",
+)
+_TUNED = (
+    (
+        "lr TARGET",
+        "trains a few steps with a growing learning rate and suggests the one at which the loss "
+        "falls fastest",
+    ),
+    (
+        "batch-size TARGET",
+        "tries larger and larger batches and prints the largest that fits in memory",
+    ),
+)
+_USAGE = (
+    "Both write nothing, except their result if --output DIR is given. "
+    "geartrain tune lr TARGET --help lists the options."
+)
 
 
 def command(
@@ -75,7 +87,12 @@ def command(
         TrainingError: nothing was found.
     """
     if argv[:1] in (["-h"], ["--help"], ["--help-all"]):
-        print(_USAGE)
+        examples = Group("examples", [(example,) for example in _EXAMPLES])
+        show_text("usage: geartrain tune lr|batch-size TARGET [options]")
+        print()
+        show([examples, Group("what to tune", _TUNED)])
+        print()
+        show_text(_USAGE)
         raise SystemExit(0)
     if not argv or argv[0] not in _FINDERS:
         given = (
