@@ -73,7 +73,7 @@ API_SECTIONS = {
         *("nearest", "write_instead", "warn", "is_of_user", "user_path", "check_attributes"),
         "check_module",
     ),
-    "Files": ("replacing", "AppendedFile", "remove_abandoned"),
+    "Files": ("replacing", "AppendedFile", "remove_abandoned", "read_checkpoint"),
     "Loaders and batches": (
         *("DataSource", "Stage", "with_samplers", "BatchSizer", "MappedBatches"),
         *("close_batches", "length", "drawing_from"),

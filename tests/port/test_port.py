@@ -97,7 +97,6 @@ def test_lines_that_cannot_be_ported_are_named(folder, command):
         ],
         "trainer.tune(net)": ["geartrain tune"],
         "pl.utilities.model_summary.summarize(net)": ["docs/from-lightning.md"],
-        'Net.load_from_checkpoint("last.ckpt")': ["ckpt_path=FILE"],
     }
     assert set(named) == set(wanted)
     for line, words in wanted.items():
@@ -372,6 +371,14 @@ import geartrain as gt
 t = gt.Trainer()
 t.test(net, dataloaders=d)
 
+from lightning import LightningModule
+class Net(LightningModule): ...
+Net.load_from_checkpoint(path, map_location='cpu', strict=False, hidden=3)
+->
+from geartrain import Module
+class Net(Module): ...
+Net.load_from_checkpoint(path, strict=False, hidden=3)
+
 import lightning as L
 t = L.Trainer()
 t.fit(net, d, ckpt_path='a.ckpt')
@@ -492,6 +499,12 @@ class A:
         self.fabric.load_raw('a', b)
 ->
 torch.load
+
+from lightning.pytorch import LightningModule
+class Net(LightningModule): ...
+Net.load_from_checkpoint(path, hparams_file='hparams.yaml')
+->
+hyperparameters as arguments
 
 from lightning.pytorch import Trainer
 trainer = Trainer()

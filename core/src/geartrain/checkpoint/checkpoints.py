@@ -15,6 +15,7 @@ from geartrain._version import __version__
 from geartrain.checkpoint import files as checkpoint_file
 from geartrain.checkpoint.training_state import check_resumable, load_training_state, training_state
 from geartrain.errors import TrainingError, UsageError, warn
+from geartrain.errors.distributions import import_optional
 from geartrain.files.atomic import make_folder, reason
 from geartrain.files.paths import user_path
 from geartrain.launch.cluster import detect
@@ -34,6 +35,8 @@ def checkpoint_state(run: Run, epochs: int) -> dict[str, Any]:
     # Before the weights: a strategy whose thread changes them pauses it when it returns its state.
     fit = training_state(run, epochs) if run.command == "fit" and run.mode != "session" else None
     state["model"] = run.module.state_dict()
+    if hyperparameters := import_optional("geartrain_callbacks.hyperparameters"):
+        state |= hyperparameters.description(run.module)
     if fit is not None:
         state["fit"] = fit
     if overridden(run.module, "on_save_checkpoint"):

@@ -11,8 +11,6 @@ rank, the one collective that every strategy has.
 
 from __future__ import annotations
 
-import inspect
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +26,7 @@ from geartrain.data.loaders import describe
 from geartrain.data.seeding import random_state, set_random_state
 from geartrain.data.stage import Stage
 from geartrain.errors import TrainingError, UsageError, warn
-from geartrain.errors.distributions import import_from
+from geartrain.errors.distributions import import_from, import_optional
 from geartrain.hooks.plugin_info import LoadedPlugin, keeps_state
 from geartrain.metrics.objects import libraries
 from geartrain.module.nested import map_tensors, not_plain
@@ -41,14 +39,6 @@ FORMAT = 1
 
 
 # --- saving ---------------------------------------------------------------------------------------
-
-
-#: Settings that a scheduler changes, so that they differ from those in the code.
-_SCHEDULED = frozenset(("lr", "momentum", "betas"))
-#: Keys of a group that are no settings; QAdam counts its steps there.
-_NO_SETTINGS = frozenset(("params", "step"))
-#: The types of settings that can be compared.
-_COMPARED = {bool, int, float, str, tuple, list, Counter}
 
 
 def training_state(run: Run, epochs: int) -> dict[str, Any]:
@@ -260,7 +250,8 @@ def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
     Raises:
         TrainingError: a state does not fit.
     """
-    others = _other_settings(run, fit)
+    if other_settings := import_optional("geartrain_callbacks.other_settings"):
+        other_settings.warn_of(run, fit, path)
     for optimizer, saved in zip(run.optimizers, fit["optimizers"], strict=True):
         current = parameter_names(run, optimizer)
         _refuse_other_parameters(optimizer, saved["parameters"], current, path)
@@ -287,10 +278,6 @@ def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
     run.loop.resumed = Resumed(file, batch_idx, rank_state)
     run.loop.validated = (run.epoch, batch_idx) if fit["validated"] else None
     _load_parts(run, fit, rank_state["parts"], path)
-    if others:
-        hint = "start from its weights with checkpoint= (on the command line --checkpoint)"
-        message = f"{path} has {', '.join(others)}. The checkpoint's settings are used"
-        warn(f"{message}. Fix if unmeant: {hint}")
     _warn_of_replay(run, batch_idx)
 
 
@@ -311,35 +298,6 @@ def _warn_of_replay(run: Run, batch_idx: int) -> None:
         message = f"the persistent workers of {describe(stay[0])} start again: if its dataset draws"
         message += " random numbers, they are others than without a stop"
         warn(f"{message}. Fix if it does: persistent_workers=False")
-
-
-def _other_settings(run: Run, fit: dict[str, Any]) -> list[str]:
-    """Return the settings that differ between a checkpoint and ``configure_optimizers``.
-
-    In a world of another size rates may depend on the number of ranks, so nothing is compared.
-    """
-    other_size = len(fit["ranks"]) != run.world.size
-    if run.world.rank or run.loop.memory_checkpoint is not None or other_size:
-        return []
-    pairs: list[tuple[str, Any, Any]] = []
-    moves = _SCHEDULED if run.schedulers else frozenset()
-    for optimizer, saved in zip(run.optimizers, fit["optimizers"], strict=True):
-        owner, groups = type(optimizer).__name__, saved["state"].get("param_groups", ())
-        for saved_group, group in zip(groups, optimizer.param_groups, strict=False):
-            for name in saved_group:
-                if name in group and name not in _NO_SETTINGS | moves:
-                    setting = f"{owner}'s {name.removeprefix('initial_')}"
-                    pairs.append((setting, saved_group[name], group[name]))
-    for schedule, saved in zip(run.schedulers, fit["schedulers"], strict=True):
-        kind, saved_state = type(schedule.scheduler), saved["state"] or {}
-        attributes = vars(schedule.scheduler)
-        made_with = inspect.signature(kind).parameters.keys() - {"last_epoch"}
-        for name in sorted(made_with & saved_state.keys() & attributes.keys()):
-            pairs.append((f"{kind.__name__}'s {name}", saved_state[name], attributes[name]))
-    compared = [(n, a, b) for n, a, b in pairs if {type(a), type(b)} <= _COMPARED]
-    # A dict: several groups may have the same difference.
-    texts = (f"{name} {a} in the file and {b} now" for name, a, b in compared if a != b)
-    return list(dict.fromkeys(texts))
 
 
 def _refuse_other_parameters(

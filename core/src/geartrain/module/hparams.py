@@ -48,7 +48,10 @@ class HyperparametersMixin:
         _MADE_WITH[id(made)] = arguments = _arguments(cls, made, args, kwargs)
         weakref.finalize(made, _MADE_WITH.pop, id(made), None).atexit = False
         plain = {name: value for name, value in arguments.items() if _is_plain(value)}
-        vars(made)["_hparams"] = HyperParameters(plain)
+        # A checkpoint cannot hold the others.
+        defaults = {n: p.default for n, p in inspect.signature(cls.__init__).parameters.items()}
+        others = [n for n, v in arguments.items() if n not in plain and v is not defaults.get(n)]
+        vars(made).update(_hparams=HyperParameters(plain), _hparams_call=(plain, others))
         return made
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -15,6 +15,8 @@ from geartrain.module.hparams import HyperparametersMixin
 from geartrain.module.nested import move
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch.optim import Optimizer
 
     from geartrain.loop.run import Run
@@ -50,10 +52,30 @@ class Module(HyperparametersMixin, nn.Module):
         *("trainer", "device", "global_step", "current_epoch", "global_rank", "local_rank"),
         *("hparams", "logger", "loggers"),
     )
-    __jit_ignored_attributes__ = ("_run", "_trainer", "_hparams")
+    __jit_ignored_attributes__ = ("_run", "_trainer", "_hparams", "_hparams_call")
     #: Set ``False`` on the class or in ``__init__`` if ``training_step`` does backward and steps
     #: itself: docs/manual-optimisation.md.
     automatic_optimization = True
+
+    @classmethod
+    def load_from_checkpoint(
+        cls, checkpoint_path: str | Path, *, strict: bool = True, **overrides: Any
+    ) -> Self:
+        """Make a module of this class with a checkpoint's hyperparameters and weights.
+
+        Args:
+            checkpoint_path: the file.
+            strict: raise if a weight is missing, unexpected or of another shape; ``False``: load
+                those that fit, and print which.
+            overrides: arguments of ``__init__`` in place of the file's, or that it cannot hold.
+
+        Raises:
+            UsageError: no such file, an argument is missing or unknown, or weights do not fit.
+            TrainingError: the file is damaged, or no checkpoint.
+        """
+        loading = import_from("geartrain_callbacks.from_checkpoint", "load_from_checkpoint")
+        module: Self = loading.load(cls, checkpoint_path, strict, overrides)
+        return module
 
     # --- the module's run -------------------------------------------------------------------------
 

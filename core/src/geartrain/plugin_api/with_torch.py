@@ -1,5 +1,6 @@
 """The names of ``geartrain.plugin_api`` whose modules import torch."""
 
+from geartrain.checkpoint.files import read as read_checkpoint
 from geartrain.checkpoint.training_state import load_optimizer
 from geartrain.data.loaders import BatchSizer, MappedBatches, close_batches, length
 from geartrain.data.seeding import drawing_from

@@ -1,4 +1,7 @@
-"""``self.save_hyperparameters``: the arguments that an object keeps in its ``hparams``."""
+"""``self.save_hyperparameters``: the arguments that an object keeps in its ``hparams``.
+
+A checkpoint holds them too, so that ``load_from_checkpoint`` can make the module again.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 from geartrain import DataModule, Module
+from geartrain.plugin_api import not_plain
 
 
 def save(
@@ -35,8 +39,12 @@ def save(
         arguments |= {name: values[name] for name in given if name in arguments and name in values}
     label = type(owner).__name__
     if len(names) == 1 and isinstance(names[0], Mapping | Namespace):
-        arguments = dict(vars(names[0]) if isinstance(names[0], Namespace) else names[0])
-        names = ()
+        whole, names = names[0], ()
+        arguments = dict(vars(whole) if isinstance(whole, Namespace) else whole)
+        given = vars(owner).get("_hparams_call", ({}, ()))
+        # The argument that it is, from which load_from_checkpoint makes the module again.
+        same = (n for n in (*given[0], *given[1]) if n in known and known[n] is whole)
+        vars(owner)["_hparams_are"] = (next(same, ""), isinstance(whole, Namespace))
     left_out = [ignore] if isinstance(ignore, str) else list(ignore)
     for name in (*names, *left_out):
         if not isinstance(name, str):
@@ -54,3 +62,28 @@ def save(
     before = owner.hparams if vars(owner).get("_hparams_saved") else {}
     hparams = type(owner.hparams)({**before, **kept})
     vars(owner).update(_hparams=hparams, _hparams_saved=True)
+
+
+def description(module: Any) -> dict[str, Any]:
+    """Return what a checkpoint holds about a module besides its weights.
+
+    ``hyper_parameters`` has the arguments of ``__init__`` that can be read as data alone, without
+    those that ``save_hyperparameters`` ignores. ``module`` has the class, the names of missing
+    arguments that are not the default, and of the one that is a Namespace.
+    """
+    plain, others = getattr(module, "_hparams_call", ({}, ()))
+    hparams, whole = getattr(module, "hparams", {}), getattr(module, "_hparams_are", None)
+    arguments = {name: hparams.get(name, value) for name, value in plain.items()}
+    arguments |= {name: hparams[name] for name in others if name in hparams}
+    namespace = ""
+    if whole is None:
+        arguments = {name: value for name, value in arguments.items() if name in hparams}
+    elif whole[0]:
+        arguments[whole[0]] = dict(hparams)
+        namespace = whole[0] if whole[1] else ""
+    arguments = {name: value for name, value in arguments.items() if not_plain(value) is None}
+    defaults = inspect.signature(type(module).__init__).parameters
+    usual = [n for n, value in plain.items() if n in defaults and value == defaults[n].default]
+    missing = [name for name in (*plain, *others) if name not in (*arguments, *usual)]
+    made = {"class": type(module).__name__, "missing": missing, "namespace": namespace}
+    return {"hyper_parameters": arguments, "module": made}

@@ -290,6 +290,18 @@ def fit(arguments: Arguments) -> list[Todos]:
     return []
 
 
+def loading(call: cst.Call) -> tuple[Arguments, list[Todos]]:
+    """Port ``MyModel.load_from_checkpoint(...)``: weights are always on the CPU."""
+    arguments = Arguments(call, ("checkpoint_path", "map_location"))
+    todo: list[Todos] = []
+    for name in [name for name in arguments.names if name in names.OF_LOADING]:
+        if names.OF_LOADING[name]:
+            todo.append((f"load_from_checkpoint({name}=...)", names.OF_LOADING[name]))
+        else:
+            arguments.drop(name)
+    return arguments, todo
+
+
 def _devices(arguments: Arguments) -> list[Todos]:
     todo: list[Todos] = []
     for old in ("distributed_backend", "accelerator"):

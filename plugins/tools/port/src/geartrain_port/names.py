@@ -131,9 +131,6 @@ MEMBERS = {
     "to_onnx": "torch.onnx.export(self, ...)",
     "to_torchscript": "torch.jit.script(self)",
     "to_tensorrt": "torch_tensorrt.compile(self, ...)",
-    "load_from_checkpoint": (
-        "Trainer.validate, test or predict(..., ckpt_path=FILE), which reads the weights"
-    ),
     "on_gpu": "self.device.type == 'cuda'",
     "fabric": "nothing: a Trainer trains a module; your own loop uses gt.Session",
     "device_mesh": "nothing: no geartrain strategy shards a model",
@@ -152,7 +149,6 @@ MEMBERS = {
 
 #: Class methods of Lightning's classes.
 OF_CLASSES = {
-    "load_from_checkpoint": MEMBERS["load_from_checkpoint"],
     "from_argparse_args": _CLI,
     "add_argparse_args": _CLI,
     "parse_argparser": _CLI,
@@ -267,6 +263,13 @@ WERE_ACCELERATORS = {
 OF_FIT = {
     "dataloaders": "train_dataloaders=...",
     "weights_only": "nothing: files are always read in this way",
+}
+
+#: Arguments of Lightning's ``load_from_checkpoint``; empty: leave it out.
+OF_LOADING = {
+    "map_location": "",
+    "weights_only": "",
+    "hparams_file": "the file's hyperparameters as arguments, if the checkpoint lacks them",
 }
 
 #: Options of LightningCLI that are not Trainer's arguments.
