@@ -178,22 +178,6 @@ def test_stage_flags_are_true_in_lightnings_stages():
     }
 
 
-def test_weights_saved_with_the_code_of_the_page_can_be_read(tmp_path):
-    assert [
-        text
-        for found, _, text, _ in section("Trainer's properties")
-        if found == ["save_checkpoint"]
-    ] == ['`torch.save({"model": model.state_dict()}, FILE)`, which `ckpt_path=FILE` reads']
-    model, other = Net(), Net()
-    torch.save({"model": model.state_dict()}, tmp_path / "weights.ckpt")
-    other.predict_step = lambda batch: other.layer(batch)
-    trainer = gt.Trainer(accelerator="cpu", devices=1, enable_progress_bar=False)
-    trainer.predict(
-        other, torch.utils.data.DataLoader(torch.ones(2, 4)), ckpt_path=tmp_path / "weights.ckpt"
-    )
-    assert torch.equal(other.layer.weight, model.layer.weight)
-
-
 # --- module, data, callbacks ----------------------------------------------------------------------
 
 

@@ -58,9 +58,9 @@ def test_a_trainers_attribute_names_its_counterpart():
     one = trainer()
     with pytest.raises(
         AttributeError,
-        match=r"'Trainer' object has no attribute 'ckpt_path'\. Write: the path that you gave$",
+        match=r"'Trainer' object has no attribute 'profiler'\. Write: the plugin 'profile', which ",
     ):
-        _ = one.ckpt_path
+        _ = one.profiler
     with pytest.raises(AttributeError, match=r"'Trainer' object has no attribute 'invented'$"):
         _ = one.invented
     assert pickle.loads(pickle.dumps(one)).max_epochs == one.max_epochs

@@ -506,12 +506,6 @@ Net.load_from_checkpoint(path, hparams_file='hparams.yaml')
 ->
 hyperparameters as arguments
 
-from lightning.pytorch import Trainer
-trainer = Trainer()
-print(trainer.ckpt_path)
-->
-the path that you gave
-
 import bagua.torch_api as bagua
 ->
 docs/from-bagua.md

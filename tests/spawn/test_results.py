@@ -86,6 +86,17 @@ def test_optimizer_and_schedule(fitted):
     assert schedule.scheduler.last_epoch == 2
 
 
+def test_a_checkpoint_saved_by_the_caller_resumes_the_fit(fitted, tmp_path):
+    module, one, _ = fitted
+    one.save_checkpoint(tmp_path / "a.ckpt")
+    loaded = Net.load_from_checkpoint(tmp_path / "a.ckpt")
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), module.parameters()))
+    rest = gt.Trainer(accelerator="cpu", max_epochs=3, enable_progress_bar=False)
+    rest.fit(loaded, loader(), loader(20), ckpt_path=tmp_path / "a.ckpt")
+    assert rest.current_epoch == 3
+    assert rest.run.optimizers[0].state[loaded.net[0].weight]["step"] == 24  # 12 of one rank
+
+
 def test_evaluation_after_fit(fitted):
     module, one, _ = fitted
     (validated,) = one.validate(module, loader(20))

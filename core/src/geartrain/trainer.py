@@ -384,7 +384,7 @@ class Trainer(TrainerBase):
         steps, epochs = (0, 0) if command == "fit" else (self.global_step, self.current_epoch)
         run = self._run = Run(self.plan, hooks, model, self, command, mode)
         run.cluster, run.output, run.step, run.epoch = self.cluster, self.output, steps, epochs
-        run.loop.source = source
+        run.loop.source, run.loop.start = source, start
         try:
             result = hooks.launch(run=run, worker=partial(work, run, source, start))
         except BaseException as error:  # a rank that is another process noted it in its own run

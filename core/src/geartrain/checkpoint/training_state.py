@@ -200,9 +200,9 @@ def check_resumable(run: Run, state: dict[str, Any], path: Path, may_be_done: bo
     fit = state.get("fit")
     if not isinstance(fit, dict) or "format" not in fit:
         raise TrainingError(
-            f"{path} has weights, but not the state that a fit needs to resume. Fix: "
-            f"start from the weights with checkpoint={str(path)!r} (on the command line "
-            "--checkpoint)"
+            f"{path} has weights, but not the state that a fit needs to resume. Fix: start from "
+            f"the weights, with fit(..., checkpoint={str(path)!r}), --checkpoint on the command "
+            "line, or MyModule.load_from_checkpoint(FILE)"
         )
     if fit["format"] != FORMAT:
         raise TrainingError(

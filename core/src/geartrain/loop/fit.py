@@ -46,6 +46,7 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> None:
     if stepped and run.schedulers:
         step_schedules(run, "step", run.step + 1)
     output, batch_idx = run.loop.step_output, run.batch_idx + size - 1
+    run.loop.stepped = batch_idx + 1
     hooks.on_train_batch_end(run=run, outputs=output, batch=run.batch, batch_idx=batch_idx)
 
 
@@ -145,7 +146,7 @@ def _is_done(run: Run) -> bool:
 
 def train_epoch(run: Run) -> None:
     """Train for one epoch, with its validation and its metrics."""
-    hooks, run.batch_idx, run.logs.open = run.hooks, 0, True
+    hooks, run.batch_idx, run.loop.stepped, run.logs.open = run.hooks, 0, 0, True
     restore_random_state(run)
     run.stages["train"].set_epoch(run.epoch)
     hooks.on_epoch_start(run=run)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.optim import Optimizer
 
+    from geartrain.checkpoint.checkpoints import InitialCheckpoint
     from geartrain.checkpoint.training_state import Resumed
     from geartrain.data.sources import DataSource
     from geartrain.data.stage import Stage
@@ -69,6 +70,8 @@ class LoopState:
 
     #: The source of the loaders of each stage.
     source: DataSource = field(init=False)
+    #: The checkpoint that the run loads.
+    start: InitialCheckpoint | None = None
     #: ``StepForwarder(module)`` before ``wrap_model``; evaluation calls it.
     unwrapped: StepForwarder = field(init=False)
     #: The function for each step method, which the default ``forward`` calls.
@@ -82,6 +85,8 @@ class LoopState:
     validation_is_due: Callable[[Run], bool] = _never
     #: The epoch and its batches done at the last validation, also one before a checkpoint.
     validated: tuple[int, int] | None = None
+    #: Batches of the epoch whose step is done; in ``on_train_batch_end`` more than ``batch_idx``.
+    stepped: int = 0
     #: The newest result of ``training_step``; ``None`` between epochs.
     step_output: Any = None
     #: ``Weights`` of geartrain-callbacks if the losses of this fit have weights, otherwise

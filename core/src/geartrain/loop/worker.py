@@ -49,7 +49,7 @@ def work(run: Run, source: DataSource, start: InitialCheckpoint, local_rank: int
         file = start.path if run.loop.memory_checkpoint is None else None
         # Only the name: nodes may keep their copies in different folders.
         run.coordinator.check(run, None if file is None else file.name)
-        run.loop.source = source
+        run.loop.source, run.loop.start = source, start
         set_up_loaders(run)
         _set_up_model(run, start)
         if options.seed is not None and run.world.rank:  # the same weights, but other dropout

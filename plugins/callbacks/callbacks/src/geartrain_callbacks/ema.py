@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from geartrain import Run, UsageError, hookimpl
 from geartrain_callbacks.callback import PluginCallback
+from geartrain_callbacks.saving import drop_fit
 from geartrain_callbacks.stopping import say
 
 
@@ -70,11 +72,14 @@ class EMA(PluginCallback):
         self._weights: list[torch.Tensor] = []
         self._average: list[torch.Tensor] = []
         self._trained: list[torch.Tensor] | None = None
+        #: True after a fit that left the average in the module: the trained weights are gone.
+        self._replaced = False
 
     @hookimpl
     def on_run_start(self, run: Run) -> None:
         if run.command != "fit":
             return
+        self._replaced = False
         tensors: list[tuple[str, torch.Tensor]] = [*run.module.named_parameters()]
         tensors += run.module.named_buffers() if self._use_buffers else ()
         kept = {name: t.detach() for name, t in tensors if t.is_floating_point()}
@@ -118,14 +123,17 @@ class EMA(PluginCallback):
         self._back()
 
     @hookimpl(wrapper=True)
-    def save_checkpoint(self, run: Run, state: dict[str, Any]) -> Generator[None, Any, Any]:
-        if run.command == "fit" and self.updates and isinstance(state.get("model"), dict):
+    def save_checkpoint(
+        self, run: Run, state: dict[str, Any], path: Path
+    ) -> Generator[None, Any, Any]:
+        if self._replaced:
+            drop_fit(state, path, f"{self._name} has replaced the trained weights by the average")
+        elif run.command == "fit" and self.updates and isinstance(state.get("model"), dict):
             trained, average = self._states(run, state["model"])
-            state |= (
-                {"model": average, "trained": trained}
-                if self.validate
-                else {"model": trained, "average": average}
-            )
+            state["model"] = average if self.validate else trained
+            if "fit" in state:
+                beside = ("trained", trained) if self.validate else ("average", average)
+                state[beside[0]] = beside[1]
         return (yield)
 
     @hookimpl(specname="on_exception")
@@ -136,6 +144,7 @@ class EMA(PluginCallback):
     def on_run_end(self, run: Run) -> None:
         if run.command == "fit" and self.updates:
             self._into_module(run)
+            self._replaced = True
             say(run, f"{self._name}: the module now holds the average of {self.updates} updates.")
 
     def state_dict(self) -> dict[str, Any]:

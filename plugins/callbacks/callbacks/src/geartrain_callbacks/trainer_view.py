@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from geartrain import Run, Trainer
 from geartrain_callbacks.combined import CombinedLoader
+from geartrain_callbacks.saving import save
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +168,27 @@ class TrainerView:
         """Call ``print`` on rank 0 only."""
         if self.trainer.is_global_zero:
             print(*values, **options)
+
+    def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> None:
+        """Write a checkpoint of the running or the last run.
+
+        During a run every rank calls it. After the run rank 0 writes, and no rank waits.
+
+        Args:
+            filepath: the file.
+            weights_only: leave out what only resuming a ``fit`` needs.
+
+        Raises:
+            UsageError: this trainer has not run anything, or the path is a folder.
+            TrainingError: the file cannot be written.
+        """
+        save(self.run, filepath, weights_only)
+
+    @property
+    def ckpt_path(self) -> str | None:
+        """The checkpoint that the running or last run loaded, or ``None``."""
+        start = self.run.loop.start if self.run else None
+        return str(start.path) if start is not None and start.path is not None else None
 
     # --- plugins ----------------------------------------------------------------------------------
 

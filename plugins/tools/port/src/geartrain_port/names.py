@@ -157,16 +157,12 @@ OF_CLASSES = {
 
 #: Members of Lightning's trainer that geartrain's does not have.
 OF_TRAINER = {
-    "save_checkpoint": (
-        'torch.save({"model": model.state_dict()}, FILE), which ckpt_path=FILE reads'
-    ),
     "fit_loop": "trainer.current_epoch, trainer.global_step and the batch_idx of the hook",
     "enable_validation": "limit_val_batches=0 turns validation off",
     "scaler": "nothing: precision='16-mixed' scales by itself",
     "precision_plugin": "nothing: trainer.precision is its name",
     "distributed_sampler_kwargs": "use_distributed_sampler=False, and your own sampler",
     "init_module": "nothing: a module is made on the CPU and moved once",
-    "ckpt_path": "the path that you gave",
     "profiler": "the plugin 'profile', which writes profile.json and trace.json.gz",
 }
 

@@ -122,6 +122,7 @@ class ManualOptimisation:
                 "training_step returned a loss with a weight, which manual optimisation does not "
                 "use. Fix: divide the loss before manual_backward, and return it without 'weight'"
             )
+        run.loop.stepped = run.batch_idx + 1
         hooks.on_train_batch_end(outputs=run.loop.step_output, **place)
 
     @hookimpl
