@@ -4,7 +4,6 @@ import dataclasses
 import json
 import sys
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ from torch.utils.data import DataLoader
 import geartrain as gt
 from geartrain import Layout, UsageError, hookimpl
 from geartrain.builtin.cpu import CPUAccelerator
-from geartrain.planning import hardware
-from geartrain.planning.registry import Registry
 
 from .contract_fixtures import accelerator_source, dists as dists, strategy_source
 
@@ -207,7 +204,6 @@ def test_question_that_is_no_static_method(dists):
     )
     reason = plan().passed_over["acme-chip[npu]"]
     assert "unavailable() raised TypeError" in reason
-    assert "Fix: make it a @staticmethod" in reason
 
 
 def test_cause_of_a_question_that_raised_is_kept(dists):
@@ -219,40 +215,14 @@ def test_cause_of_a_question_that_raised_is_kept(dists):
     assert isinstance(caught.value.__cause__, OSError)
 
 
-def test_probe_prints_to_stderr_and_leaves_torchs_settings(dists, capsys):
-    changes = {
-        "default dtype": "torch.set_default_dtype(torch.float64)",
-        "default device": "torch.set_default_device('meta')",
-        "number of threads": "torch.set_num_threads(torch.get_num_threads() + 1)",
-        "deterministic mode": "torch.use_deterministic_algorithms(True, warn_only=True)",
-    }
+def test_probe_prints_to_stderr(dists, capsys):
     dists.add(
         "acme-chip",
-        f"import torch\nprint('imported')\n{changes['default dtype']}\n"
-        + chip(unavailable=f"print('asked'); {'; '.join(changes.values())}; raise SystemExit(3)"),
+        "print('imported')\n" + chip(unavailable="print('asked'); raise SystemExit(3)"),
         accelerators={"npu": "Chip"},
     )
-    threads = torch.get_num_threads()
-    with pytest.warns(
-        UserWarning, match=f"changed torch's {' and '.join(changes)}, which"
-    ) as caught:
-        made = plan()
-    assert "Fix: --block acme-chip[npu]" in str(caught[0].message)
-    assert "unavailable() raised SystemExit: 3" in made.passed_over["acme-chip[npu]"]
+    assert "unavailable() raised SystemExit: 3" in plan().passed_over["acme-chip[npu]"]
     assert capsys.readouterr() == ("", "imported\nasked\n")
-    assert torch.tensor(1.0).dtype == torch.float32
-    assert torch.get_default_device().type == "cpu"
-    assert torch.get_num_threads() == threads
-    assert torch.get_deterministic_debug_mode() == 0
-
-
-def test_slow_probe_is_named(dists, monkeypatch):
-    clock = iter([10.0, 15.0])
-    dists.add("acme-chip", chip(), accelerators={"npu": "Chip"})
-    registry = Registry()
-    monkeypatch.setattr(hardware, "time", SimpleNamespace(perf_counter=clock.__next__))
-    with pytest.warns(UserWarning, match=r"acme-chip\[npu\] took 5.0 s when it was probed\. Fix: "):
-        registry.check_usable(registry.find("accelerator", "npu"))
 
 
 def test_ctrl_c_while_asking_is_no_answer(dists):

@@ -78,8 +78,6 @@ def draw(seed: int, number: int, strategy: str | None = None) -> dict[str, Any]:
     case["strategy"] = strategy or case["strategy"]
     if case["strategy"] == "single":
         case["ranks"] = 1
-    # Documented: persistent workers keep random states that no checkpoint has.
-    case["noise"] = case["noise"] and not (case["persistent"] and case["workers"])
     if case["data"] != "map":  # a stream is not shuffled, and has no batch of one sample
         case["shuffle"], case["samples"] = False, 24
     return case

@@ -395,16 +395,10 @@ class Trainer(TrainerBase):
         owner = hooks.owner("launch")
         label = owner.label if owner else "geartrain"
         # The worker sets logs; so does the result of a rank 0 that is another process.
-        if not hasattr(run, "logs"):
-            raise TrainingError(
-                f"launch of {label} returned, and {command} has not run in this process. Fix: call "
-                "worker(local_rank) of rank 0, or apply its result (docs/write-a-strategy.md)"
-            )
-        if result is None and command in ("validate", "test"):
-            raise TrainingError(
-                f"launch of {label} returned None. "
-                "Fix: return what worker(local_rank) returned in rank 0"
-            )
+        if not hasattr(run, "logs") or (result is None and command in ("validate", "test")):
+            message = f"launch of {label} returned without the result of {command}"
+            hint = "return worker(local_rank) of rank 0, or apply its result"
+            raise TrainingError(f"{message}. Fix: {hint} (docs/write-a-strategy.md)")
         return result
 
     def _as_before(

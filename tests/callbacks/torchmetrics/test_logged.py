@@ -192,10 +192,3 @@ def test_without_the_distribution_the_error_ends_in_the_install_line(monkeypatch
     fix = "is an object of torchmetrics.*Fix: pip install geartrain-callbacks"
     with pytest.raises(TrainingError, match=rf"'mse'\): MeanSquaredError {fix}"):
         trainer().validate(Measured(), loader())
-
-    class Unlogged(Measured):
-        def validation_step(self, batch, batch_idx):
-            pass
-
-    with pytest.warns(UserWarning, match=f"^Unlogged.mse {fix}"):
-        trainer().validate(Unlogged(), loader())

@@ -26,7 +26,7 @@ from small_models import (
     trainer,
 )
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 import geartrain as gt
 from geartrain import TrainingError, UsageError, hookimpl
@@ -231,10 +231,84 @@ def test_persistent_workers_draw_their_seed_once(tmp_path, sanity, steps):
     whole, lines = train(tmp_path / "whole", **loaders())
     after = torch.get_rng_state()
     for step in steps:
-        again = "the persistent workers of DataLoader of TensorDataset start again"
-        with pytest.warns(UserWarning, match=again) if step == 9 else nullcontext():
-            assert_resumes(tmp_path, whole, lines, step, **loaders())
+        assert_resumes(tmp_path, whole, lines, step, **loaders())
         assert torch.equal(torch.get_rng_state(), after)
+
+
+class Augmented(Dataset):
+    """Draws from the three global generators for each sample, and counts what it reads here."""
+
+    def __init__(self, n=28):
+        self.samples, self.read = samples(n), 0
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        self.read += 1
+        x, y = self.samples[index]
+        return x + torch.rand(3) + random.random() + float(numpy.random.rand()), y
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_augmentation_in_workers_resumes_exactly(tmp_path, persistent):
+    def loaders(workers=2):
+        of_workers = {"num_workers": workers, "persistent_workers": persistent}
+        return {"train": DataLoader(Augmented(), batch_size=4, shuffle=True, **of_workers)}
+
+    whole, lines = train(tmp_path / "whole", **loaders())
+    for step in 3, 9:
+        assert_resumes(tmp_path, whole, lines, step, **loaders())
+    alone, lines_of_one = train(tmp_path / "alone", **loaders(workers=1))
+    assert_same_end(alone, whole)
+    assert lines_of_one == lines
+
+
+def test_batches_of_two_epochs_have_other_augmentation(tmp_path):
+    seen = []
+
+    class Keeps(Random):
+        def on_train_batch_start(self, batch, batch_idx):
+            seen.append(batch[0])
+
+    data = DataLoader(Augmented(8), batch_size=4, num_workers=1)
+    train(tmp_path, module=Keeps, train=data, steps=False)
+    assert len({tuple(batch.flatten().tolist()) for batch in seen}) == 4
+
+
+@pytest.mark.parametrize("limit", [None, 6])
+def test_a_resume_reads_only_the_last_batch_before_its_position(tmp_path, limit):
+    def loaders():
+        data = DataLoader(Augmented(), batch_size=4, shuffle=True)
+        return {"train": data, "limit_train_batches": limit, "num_sanity_val_steps": 0}
+
+    whole, lines = train(tmp_path / "whole", **loaders())
+    data = loaders()
+    rest, more = train(tmp_path / "rest", path=step_file(tmp_path / "whole", 3), **data)
+    assert_same_end(rest, whole)
+    assert_rest(more, lines)
+    batches = limit or 7
+    assert data["train"].dataset.read == 4 * (1 + batches - 3 + batches)
+
+
+def test_a_datasets_own_generator_is_replayed_in_its_first_epoch_and_named_later(tmp_path):
+    class Noisy(Augmented):
+        def __init__(self):
+            super().__init__()
+            self.generator = numpy.random.default_rng(0)
+
+        def __getitem__(self, index):
+            x, y = self.samples[index]
+            return x + self.generator.random(dtype="float32"), y
+
+    def loaders():
+        data = Subset(Noisy(), range(28))
+        return {"train": DataLoader(data, batch_size=4), "num_sanity_val_steps": 0}
+
+    whole, lines = train(tmp_path / "whole", **loaders())
+    assert_resumes(tmp_path, whole, lines, 3, **loaders())
+    with pytest.warns(UserWarning, match="dataset of DataLoader of Subset has a random generator"):
+        train(tmp_path / "rest", path=step_file(tmp_path / "whole", 9), **loaders())
 
 
 def test_a_loaders_own_generator_continues(tmp_path):

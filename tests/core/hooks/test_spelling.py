@@ -135,15 +135,6 @@ def test_names_of_a_plugins_own(name):
     hooks_of(strategy(type("Mine", (), {"on_step_end": on_step_end, name: does})()))
 
 
-def test_requires_of_a_plugin_is_not_read():
-    mine = type("Mine", (), {"on_step_end": on_step_end, "requires": ("backward",)})
-    with pytest.raises(
-        UsageError,
-        match=r"acme\[Mine\]: nothing reads its requires = \('backward',\). Fix: replaces = ",
-    ):
-        hooks_of(part(mine(), distribution="acme"))
-
-
 @pytest.mark.parametrize(
     ("of", "name", "value", "meant"),
     [
@@ -197,7 +188,6 @@ def test_values_that_geartrain_would_not_read_are_the_plugins_own():
 
         def __init__(self):
             self.replace = True
-            self.requires = 3
 
         on_step_end = on_step_end
 

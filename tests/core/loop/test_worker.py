@@ -155,19 +155,11 @@ class _Launches(Strategy):
             worker(0)
 
 
-def test_a_launch_that_never_calls_its_worker_is_an_error():
-    with pytest.raises(
-        gt.TrainingError,
-        match=r"launch of _Launches returned, and fit has not run.*Fix: call worker",
-    ):
-        trainer(strategy=_Launches(calls=False)).fit(EvalNet(), loader(), loader())
-
-
-def test_a_launch_that_forgets_the_result_of_its_worker_is_an_error():
-    with pytest.raises(
-        gt.TrainingError, match=r"launch of _Launches returned None. Fix: return what worker"
-    ):
-        trainer(strategy=_Launches(calls=True)).validate(EvalNet(), loader())
+@pytest.mark.parametrize(("calls", "command"), [(False, "fit"), (True, "validate")])
+def test_a_launch_without_the_result_of_its_worker_is_an_error(calls, command):
+    message = rf"launch of _Launches returned without the result of {command}. Fix: return worker"
+    with pytest.raises(gt.TrainingError, match=message):
+        getattr(trainer(strategy=_Launches(calls=calls)), command)(EvalNet(), loader())
 
 
 def test_a_world_of_another_type_is_an_error():

@@ -38,9 +38,9 @@ def machine(monkeypatch, tmp_path):
         ({}, {}),
         ({"gpus": 0}, {}),  # a driver without a GPU
         ({"gpus": 1}, {"cuda": "an NVIDIA GPU"}),
-        ({"gpus": 4}, {"cuda": "4 NVIDIA GPUs"}),
-        ({"wsl": True}, {"cuda": "an NVIDIA driver"}),
-        ({"system": "win32", "nvml": True}, {"cuda": "an NVIDIA driver"}),
+        ({"gpus": 4}, {"cuda": "an NVIDIA GPU"}),
+        ({"wsl": True}, {"cuda": "an NVIDIA GPU"}),
+        ({"system": "win32", "nvml": True}, {"cuda": "an NVIDIA GPU"}),
         ({"system": "win32"}, {}),
         ({"system": "darwin", "arch": "arm64"}, {"mps": "an Apple GPU"}),
         ({"system": "darwin", "arch": "x86_64"}, {}),

@@ -95,27 +95,18 @@ def test_installed_class_is_found_and_no_other_imported(dists):
 def test_class_of_our_distribution_wins_over_others_of_its_name(dists):
     theirs = dists.add("acme", "class DDPStrategy: ...", strategies={"acme_ddp": "DDPStrategy"})
     ours = dists.strategy("ddp", cls="DDPStrategy")
-    with pytest.warns(
-        UserWarning,
-        match=r"geartrain\.strategies\.DDPStrategy is geartrain-ddp's\..*acme \(fake_acme:DDPStrat",
-    ):
-        found = geartrain.strategies.DDPStrategy
-    assert found is sys.modules[ours].DDPStrategy
+    assert geartrain.strategies.DDPStrategy is sys.modules[ours].DDPStrategy
     assert theirs not in sys.modules
 
 
 def test_class_of_core_wins_over_others_of_its_name(dists):
     dists.add("acme", "class CPUAccelerator: ...", accelerators={"acme": "CPUAccelerator"})
-    with pytest.warns(UserWarning, match=r"CPUAccelerator is geartrain's"):
-        assert geartrain.accelerators.CPUAccelerator is CPUAccelerator
+    assert geartrain.accelerators.CPUAccelerator is CPUAccelerator
 
 
 def test_class_of_our_name_alone_is_not_taken_for_ours(dists):
     module = dists.add("acme", "class DDPStrategy: ...", strategies={"acme": "DDPStrategy"})
-    with pytest.raises(
-        ImportError,
-        match=r"one: acme \(fake_acme:DDPStrategy\). Fix: pip install geartrain-ddp$",
-    ):
+    with pytest.raises(ImportError, match=r"not installed. Fix: pip install geartrain-ddp$"):
         _ = geartrain.strategies.DDPStrategy
     assert module not in sys.modules
 

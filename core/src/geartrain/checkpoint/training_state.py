@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from geartrain.data.loaders import describe
 from geartrain.data.seeding import random_state, set_random_state
-from geartrain.data.stage import Stage
+from geartrain.data.stage import Stage, has_generator
 from geartrain.errors import TrainingError, UsageError, warn
 from geartrain.errors.distributions import import_from, import_optional
 from geartrain.hooks.plugin_info import LoadedPlugin, keeps_state
@@ -164,7 +164,9 @@ class Resumed:
         """
         if not self.batch_idx:
             return False
-        run.batch_idx = sum(1 for _ in islice(batches, self.batch_idx))
+        stage = run.stages["train"]
+        run.batch_idx = stage.first + sum(1 for _ in islice(batches, self.batch_idx - stage.first))
+        stage.first = 0
         if run.batch_idx < self.batch_idx:
             raise TrainingError(
                 f"the checkpoint was saved after {self.batch_idx} batches of an epoch, "
@@ -276,6 +278,8 @@ def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
     run.logs.load_state_dict(rank_state["logs"])
     file = path if run.loop.memory_checkpoint is None else None
     run.loop.resumed = Resumed(file, batch_idx, rank_state)
+    # The last of the batches that were done is read again: then the loader has drawn its order.
+    run.stages["train"].first = max(batch_idx - 1, 0)
     run.loop.validated = (run.epoch, batch_idx) if fit["validated"] else None
     _load_parts(run, fit, rank_state["parts"], path)
     _warn_of_replay(run, batch_idx)
@@ -293,11 +297,11 @@ def _warn_of_replay(run: Run, batch_idx: int) -> None:
             message = f"{describe(loader)} {message}: {batch_idx} batches are taken from it and"
             hint = "They are those that were trained on only if it gives the same again"
             warn(f"{message} thrown away. {hint}")
-    stay = [each for each in _loaders(run) if getattr(each, "persistent_workers", False)]
-    if stay and run.epoch and run.world.rank == 0:
-        message = f"the persistent workers of {describe(stay[0])} start again: if its dataset draws"
-        message += " random numbers, they are others than without a stop"
-        warn(f"{message}. Fix if it does: persistent_workers=False")
+    loaders = [loader for loader in _loaders(run) if isinstance(loader, DataLoader)]
+    drawn = next((each for each in loaders if has_generator(each.dataset)), None)
+    if drawn is not None and run.epoch and run.world.rank == 0:
+        message = f"the dataset of {describe(drawn)} has a random generator, which starts again"
+        warn(f"{message}. Fix: draw from the generators of torch, NumPy and random")
 
 
 def _refuse_other_parameters(

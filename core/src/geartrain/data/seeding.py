@@ -73,16 +73,13 @@ def set_random_state(device: torch.device, state: dict[str, Any]) -> None:
 @contextmanager
 def drawing_from(seed: int) -> Iterator[None]:
     """Seed the global generators on the CPU in the block, and restore them afterwards."""
-    numpy = sys.modules.get("numpy.random")
-    python, arrays = random.getstate(), None if numpy is None else numpy.get_state()
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which seeds devices too
-        random.seed(seed)
-        if numpy is not None:
-            numpy.seed(seed % 2**32)
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            if numpy is not None:
-                numpy.set_state(arrays)
+    cpu = torch.device("cpu")
+    before = random_state(cpu)
+    torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which seeds devices too
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        set_random_state(cpu, before)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
+from geartrain.data.indices import IndexedBatches
 from geartrain.data.loaders import count_batches, length, share_temporary_folder, single_loaders
 
 
@@ -49,7 +51,7 @@ class Stage:
     @staticmethod
     def in_turn(loader: Any) -> Any:
         """Return the sampler that gives ranks whole evaluation batches in turn, if there is one."""
-        batches = getattr(loader, "batch_sampler", None)
+        batches = _batch_sampler(loader)
         sampler: Any = getattr(loader, "sampler", None) if batches is None else batches
         return sampler if hasattr(sampler, "order_seed") and not sampler.even else None
 
@@ -78,6 +80,22 @@ class Stage:
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
 
+    @property
+    def first(self) -> int:
+        """The batch at which passes over the first loader begin; set it to leave out those before.
+
+        It stays 0 for a loader that must read all batches to repeat them. So it does if ranks have
+        to agree at each batch: all of them must read equally many.
+        """
+        batches = getattr(self.loaders[0], "batch_sampler", None)
+        return batches.first if isinstance(batches, IndexedBatches) else 0
+
+    @first.setter
+    def first(self, position: int) -> None:
+        batches = getattr(self.loaders[0], "batch_sampler", None)
+        if isinstance(batches, IndexedBatches) and not self.lengths_unknown:
+            batches.first = position
+
     def seeds(self) -> list[list[int]]:
         """Return the seeds of the order of each loader that is sharded."""
         return [[shard.order_seed for shard in _shards(loader)] for loader in self.loaders]
@@ -89,11 +107,17 @@ class Stage:
                 shard.order_seed = number
 
 
+def _batch_sampler(loader: Any) -> Any:
+    """Return a loader's batch sampler, as it was made; ``None`` if it has none."""
+    batches = getattr(loader, "batch_sampler", None)
+    return batches.batches if isinstance(batches, IndexedBatches) else batches
+
+
 def _samplers(loader: Any) -> list[Any]:
     """Return a loader's sampler, its batch sampler and the sampler in that, each once."""
     found: list[Any] = []
     for single_loader in single_loaders(loader):
-        batches = getattr(single_loader, "batch_sampler", None)
+        batches = _batch_sampler(single_loader)
         found += (
             getattr(single_loader, "sampler", None),
             batches,
@@ -125,3 +149,27 @@ def with_samplers(loader: DataLoader[Any], sampler: Any, batch_sampler: Any) -> 
     # copy has no workers yet.
     same.__dict__ |= {"sampler": sampler, "batch_sampler": batch_sampler, "_iterator": None}
     return same
+
+
+def with_indexed_batches(loader: Any, resumes: bool) -> Any:
+    """Return a copy of a DataLoader with :class:`IndexedBatches`, if it has workers or ``resumes``.
+
+    Any other is returned as it is. So are streams, loaders without batches, and those of a dataset
+    with a generator of its own: their samples depend on those that were read before.
+    """
+    plain = getattr(type(loader), "__iter__", None) is DataLoader.__iter__
+    if not plain or loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
+        return loader
+    if not (resumes or loader.num_workers) or has_generator(loader.dataset):
+        return loader
+    return with_samplers(loader, loader.sampler, IndexedBatches(loader))
+
+
+def has_generator(dataset: Any) -> bool:
+    """True if a dataset, or one inside it, has an attribute that is a random generator."""
+    values = getattr(dataset, "__dict__", {})
+    return ("dataset" in values and has_generator(values["dataset"])) or any(
+        isinstance(value, torch.Generator | random.Random)
+        or type(value).__module__.startswith("numpy.random")
+        for value in values.values()
+    )

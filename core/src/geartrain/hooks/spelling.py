@@ -85,11 +85,6 @@ def check_attributes(
         elif (meant := nearly(name, values)) is not None and isinstance(value, _VALUES[meant]):
             message = f"{label}: nothing reads its {name} = {value!r}"
             raise UsageError(f"{message}. Did you mean {meant!r}? Fix: rename it")
-        elif name == "requires" and "replaces" in values and isinstance(value, _NAMES):
-            raise UsageError(
-                f"{label}: nothing reads its requires = {value!r}. Fix: replaces = {{HOOK}} to own "
-                "a hook, dependencies in pyproject.toml, or check_plan to refuse a plan"
-            )
     missing = [name for name in STATE if not callable(getattr(thing, name, None))]
     if len(missing) == 1 and reads >= STATE:
         has = f"it has {min(STATE - {*missing})} and no {missing[0]}"

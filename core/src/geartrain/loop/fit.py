@@ -170,6 +170,7 @@ def _train_batches(run: Run) -> None:
     """Make one pass over the training loader, with the validations that are due inside it."""
     hooks, stage, ended = run.hooks, run.stages["train"], False
     loader, limit = stage.loaders[0], stage.batches[0]
+    limit = None if limit is None else limit - stage.first
     every, size = _validation_interval(run), run.plan.options.accumulate_grad_batches
     device_batches = hooks.device_batches(run=run, loader=loader, stage="train")
     batches = run.coordinator.batches(run, device_batches, limit)

@@ -21,7 +21,6 @@ from geartrain.loop.optimizers import parameters_of
 from geartrain.loop.run import Run
 from geartrain.loop.stages import set_up_loaders
 from geartrain.loop.step_forwarder import StepForwarder
-from geartrain.metrics.objects import warn_of_unknown
 
 
 def work(run: Run, source: DataSource, start: InitialCheckpoint, local_rank: int) -> Any:
@@ -83,7 +82,6 @@ def _attach(run: Run, source: DataSource) -> None:
     for owner in owners:
         owner.setup(run.command)
     run.module._attach(run)  # setup may have made submodules
-    warn_of_unknown(run.module)
 
 
 def _set_up_model(run: Run, start: InitialCheckpoint) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
-from geartrain.errors import TrainingError, warn
+from geartrain.errors import TrainingError
 from geartrain.errors.distributions import entry_points
 
 if TYPE_CHECKING:
@@ -77,27 +77,11 @@ def refuse_unknown(name: str, value: nn.Module) -> None:
     Raises:
         TrainingError: it is one; the message ends in the ``pip install`` line.
     """
-    if _is_of_torchmetrics(value):
+    if any(c.__module__.partition(".")[0] == "torchmetrics" for c in type(value).__mro__):
         raise TrainingError(
             f"self.log({name!r}): {type(value).__name__} is an object of torchmetrics. "
             "Fix: pip install geartrain-callbacks"
         )
-
-
-def warn_of_unknown(module: nn.Module) -> None:
-    """Warn if no installed distribution knows a module's objects of torchmetrics.
-
-    Checkpoints leave such objects out.
-    """
-    modules = () if "torchmetrics" in _declared() else module.named_modules()
-    if name := next((name for name, part in modules if _is_of_torchmetrics(part)), None):
-        message = f"{type(module).__name__}.{name} is an object of torchmetrics: a run that resumes"
-        message += " within an epoch starts it from scratch"
-        warn(f"{message}. Fix: pip install geartrain-callbacks")
-
-
-def _is_of_torchmetrics(value: Any) -> bool:
-    return any(base.__module__.partition(".")[0] == "torchmetrics" for base in type(value).__mro__)
 
 
 @cache

@@ -6,9 +6,7 @@ import inspect
 import sys
 import weakref
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
-from types import FrameType
+from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 from geartrain.errors.distributions import import_from
@@ -54,15 +52,6 @@ class HyperparametersMixin:
         vars(made).update(_hparams=HyperParameters(plain), _hparams_call=(plain, others))
         return made
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        arguments = _MADE_WITH.get(id(self), {})
-        passed_on = _passed_on([*_constructors(self, sys._getframe(1))])
-        for name in passed_on.keys() - arguments.keys():
-            arguments[name] = passed_on[name]
-            if _is_plain(passed_on[name]):
-                self.hparams.setdefault(name, passed_on[name])
-        super().__init__(*args, **kwargs)
-
     @property
     def hparams(self) -> HyperParameters:
         """The arguments, with defaults: numbers, strings, and lists and dicts of them.
@@ -89,29 +78,8 @@ class HyperparametersMixin:
             ValueError: ``__init__`` has no such argument, or a name is no string.
         """
         saving = import_from("geartrain_callbacks.hyperparameters", "self.save_hyperparameters")
-        calls = _constructors(self, sys._getframe(1))
-        saving.save(self, _MADE_WITH.get(id(self), self.hparams), calls, names, ignore)
-
-
-def _constructors(made: Any, frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield the running calls of its ``__init__``, that of the most general class first."""
-    while frame is not None and frame.f_code.co_name == "__init__":
-        if frame.f_locals.get(next(iter(frame.f_code.co_varnames), "")) is not made:
-            break
-        yield frame
-        frame = frame.f_back
-
-
-def _passed_on(calls: Sequence[FrameType]) -> dict[str, Any]:
-    """Return the arguments that heirs pass to their parents' ``__init__`` through ``**kwargs``."""
-    found: dict[str, Any] = {}
-    for heir, parent in pairwise(reversed(calls)):
-        if not heir.f_code.co_flags & inspect.CO_VARKEYWORDS:
-            break
-        names, _, keywords, values = inspect.getargvalues(parent)
-        arguments = {name: values[name] for name in names[1:]}
-        found = {**values.get(keywords or "", {}), **arguments, **found}
-    return found
+        known = _MADE_WITH.get(id(self), self.hparams)
+        saving.save(self, known, sys._getframe(1), names, ignore)
 
 
 def _arguments(

@@ -2,57 +2,30 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import platform
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from geartrain.errors import UsageError, warn
+from geartrain.errors import UsageError
 
 #: Linux: the driver lists its GPUs here, a folder each; a container sees its own.
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 #: WSL 2 has the library of Windows' driver, and no /proc/driver/nvidia.
 _WSL = Path("/usr/lib/wsl/lib/libnvidia-ml.so.1")
-#: torch's settings of the whole process that a probe must not change: name -> getter, setter.
-_SETTINGS = {
-    "default dtype": ("get_default_dtype", "set_default_dtype"),
-    "default device": ("get_default_device", "set_default_device"),
-    "number of threads": ("get_num_threads", "set_num_threads"),
-    "deterministic mode": ("get_deterministic_debug_mode", "set_deterministic_debug_mode"),
-}
 #: ``redirect_stdout`` replaces the stdout of all threads.
 _one_probe = threading.RLock()
 
 
 @contextmanager
-def isolated(label: str) -> Iterator[None]:
-    """Limit the effects of a plugin that is probed though nobody selected it.
-
-    Its output goes to stderr, torch's settings are restored, and a slow plugin is named.
-    """
-    torch = sys.modules.get("torch")  # a probe may import torch, which takes seconds
-    readers = {name: getattr(torch, get) for name, (get, _) in _SETTINGS.items()} if torch else {}
-    before, start = {name: read() for name, read in readers.items()}, time.perf_counter()
+def printing_to_stderr() -> Iterator[None]:
+    """Send what a plugin prints to stderr: it is probed though nobody selected it."""
     with _one_probe, redirect_stdout(sys.stderr):
         yield
-    seconds = time.perf_counter() - start
-    changed = [name for name, read in readers.items() if read() != before[name]]
-    for name in changed:
-        # None removes the mode by which torch applies another default device.
-        value = None if str(before[name]) == "cpu" else before[name]
-        getattr(torch, _SETTINGS[name][1])(value)
-    effects = [f"changed torch's {' and '.join(changed)}, which geartrain undid"] if changed else []
-    if torch and seconds > 1:
-        effects.append(f"took {seconds:.1f} s")
-    if effects:
-        message = f"{label} {', and '.join(effects)} when it was probed"
-        warn(f"{message}. Fix: --block {label}, or report it to its author")
 
 
 def reason_unusable(accelerator: Any) -> str | None:
@@ -99,11 +72,7 @@ def _answer(accelerator: Any, question: str) -> Any:
     except BaseException as error:  # a driver's binding may fail in any way, sys.exit included
         if isinstance(error, KeyboardInterrupt):
             raise
-        method, hint = inspect.getattr_static(accelerator, question, None), ""
-        needs_self = inspect.isclass(accelerator) and inspect.isfunction(method)
-        if needs_self and type(error) is TypeError:
-            hint = ". Fix: make it a @staticmethod, for it is asked before any object is made"
-        message = f"{type(error).__name__}: {error}{hint}"
+        message = f"{type(error).__name__}: {error}"
         raise UsageError(f"its {question}() raised {message}") from error
 
 
@@ -112,22 +81,8 @@ def visible_devices() -> dict[str, str]:
 
     It may miss hardware, and may return hardware that cannot be used.
     """
-    found = {}
-    if gpu := _nvidia():
-        found["cuda"] = gpu
     if sys.platform == "darwin" and platform.machine() == "arm64":
-        found["mps"] = "an Apple GPU"
-    return found
-
-
-def _nvidia() -> str:
-    if sys.platform == "win32":
-        windows = os.environ.get("SYSTEMROOT", r"C:\Windows")
-        return "an NVIDIA driver" if Path(windows, "System32", "nvml.dll").exists() else ""
-    try:
-        count = len(os.listdir(_DRIVER))
-    except OSError:
-        count = 0
-    if count:
-        return "an NVIDIA GPU" if count == 1 else f"{count} NVIDIA GPUs"
-    return "an NVIDIA driver" if _WSL.exists() else ""
+        return {"mps": "an Apple GPU"}
+    windows = Path(os.environ.get("SYSTEMROOT", ""), "System32", "nvml.dll")
+    has_driver = any(_DRIVER.glob("*")) or _WSL.exists() or windows.exists()
+    return {"cuda": "an NVIDIA GPU"} if has_driver else {}

@@ -6,7 +6,6 @@ from typing import Any
 
 from importlib_metadata import EntryPoint
 
-from geartrain.errors import warn
 from geartrain.errors.distributions import canonical, entry_points, import_from
 from geartrain.errors.hints import write_instead
 from geartrain.errors.known import KNOWN
@@ -34,20 +33,15 @@ def resolve(kind: str, module: str, attribute: str, homes: dict[str, str]) -> An
     home = KNOWN[kind, homes[attribute]] if attribute in homes else "geartrain"
     found = {(_distribution(ep), ep.value): ep for ep in installed if _attribute(ep) == attribute}
     provided = {key: ep for key, ep in found.items() if key[0] == home}
-    others = found.keys() - provided.keys()
-    labels = ", ".join(f"{distribution} ({value})" for distribution, value in others)
     if not provided and attribute in homes:
         # A helper in the plugin's module that is no entry point, as find_usable_cuda_devices.
         for ep in installed:
             if (_distribution(ep), ep.name) == (home, homes[attribute]):
                 return getattr(__import__(ep.module, fromlist=[attribute]), attribute)
-        also = f". Another distribution has one: {labels}" if labels else ""
-        message = f"{module}.{attribute} is not installed{also}"
+        message = f"{module}.{attribute} is not installed"
         raise ImportError(f"{message}. Fix: pip install {home}", name=home)
-    if provided and labels:
-        message = f"Another distribution has one, which is left out: {labels}"
-        warn(f"{module}.{attribute} is {home}'s. {message}")
     if len(provided or found) > 1:
+        labels = ", ".join(f"{distribution} ({value})" for distribution, value in found)
         message = f"{module}.{attribute}: several distributions have one: {labels}"
         raise ImportError(f"{message}. Fix: import it from its own module", name=module)
     for ep in (provided or found).values():

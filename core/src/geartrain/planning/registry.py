@@ -25,7 +25,12 @@ from geartrain.errors.hints import hint
 from geartrain.errors.known import KNOWN
 from geartrain.hooks.plugin_info import GROUPS, LoadedPlugin, PluginInfo
 from geartrain.hookspecs import CONTRACT, CONTRACT_CHANGES
-from geartrain.planning.hardware import isolated, priority_of, reason_unusable, visible_devices
+from geartrain.planning.hardware import (
+    printing_to_stderr,
+    priority_of,
+    reason_unusable,
+    visible_devices,
+)
 
 #: The accelerators that ``accelerator="gpu"`` may select.
 _GPUS = ("cuda", "mps")
@@ -225,7 +230,7 @@ class Registry:
         """
         if candidate.state != "available":
             return None
-        with isolated(candidate.label):
+        with printing_to_stderr():
             try:
                 cls = self.load(candidate)
                 reason = reason_unusable(cls) if candidate.kind == "accelerator" else None

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from types import FrameType
 from typing import Any
 
@@ -18,7 +19,7 @@ from geartrain.plugin_api import not_plain
 def save(
     owner: Module | DataModule,
     known: Mapping[str, Any],
-    calls: Iterable[FrameType],
+    frame: FrameType,
     names: tuple[Any, ...],
     ignore: str | Iterable[str],
 ) -> None:
@@ -26,14 +27,15 @@ def save(
 
     Args:
         known: the arguments with which ``owner`` was made.
-        calls: the running calls of ``owner.__init__``, that of the most general class first.
+        frame: the call of ``owner.__init__`` that saves.
         names: the arguments to keep, or one dict or ``argparse.Namespace``.
         ignore: names to leave out.
 
     Raises:
         ValueError: ``__init__`` has no such argument, or a name is no string.
     """
-    arguments = dict(known)
+    calls = list(_constructors(owner, frame))
+    arguments = {**_passed_on(calls), **known}
     for call in calls:  # a subclass's value wins
         given, values = inspect.getargs(call.f_code).args, call.f_locals
         arguments |= {name: values[name] for name in given if name in arguments and name in values}
@@ -87,3 +89,24 @@ def description(module: Any) -> dict[str, Any]:
     missing = [name for name in (*plain, *others) if name not in (*arguments, *usual)]
     made = {"class": type(module).__name__, "missing": missing, "namespace": namespace}
     return {"hyper_parameters": arguments, "module": made}
+
+
+def _constructors(made: Any, frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield the running calls of its ``__init__``, that of the most general class first."""
+    while frame is not None and frame.f_code.co_name == "__init__":
+        if frame.f_locals.get(next(iter(frame.f_code.co_varnames), "")) is not made:
+            break
+        yield frame
+        frame = frame.f_back
+
+
+def _passed_on(calls: Sequence[FrameType]) -> dict[str, Any]:
+    """Return the arguments that heirs pass to their parents' ``__init__`` through ``**kwargs``."""
+    found: dict[str, Any] = {}
+    for heir, parent in pairwise(reversed(calls)):
+        if not heir.f_code.co_flags & inspect.CO_VARKEYWORDS:
+            break
+        names, _, keywords, values = inspect.getargvalues(parent)
+        arguments = {name: values[name] for name in names[1:]}
+        found = {**values.get(keywords or "", {}), **arguments, **found}
+    return found
