@@ -90,7 +90,9 @@ def test_a_checkpoint_saved_by_the_caller_resumes_the_fit(fitted, tmp_path):
     module, one, _ = fitted
     one.save_checkpoint(tmp_path / "a.ckpt")
     loaded = Net.load_from_checkpoint(tmp_path / "a.ckpt")
-    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), module.parameters()))
+    assert all(
+        torch.equal(a, b) for a, b in zip(loaded.parameters(), module.parameters(), strict=True)
+    )
     rest = gt.Trainer(accelerator="cpu", max_epochs=3, enable_progress_bar=False)
     rest.fit(loaded, loader(), loader(20), ckpt_path=tmp_path / "a.ckpt")
     assert rest.current_epoch == 3

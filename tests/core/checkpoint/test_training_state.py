@@ -585,7 +585,7 @@ def test_weights_alone_are_not_enough_to_resume(tmp_path, saved):
     refused(
         tmp_path,
         tmp_path / "weights.ckpt",
-        "has weights, but not the state that a fit needs.*Fix: start from the weights with",
+        "has weights, but not the state that a fit needs.*Fix: start from the weights, with",
         TrainingError,
     )
     module = Random()
