@@ -105,6 +105,7 @@ COMMANDS = {
     "explain": ["target.py", "--accelerator", "cpu"],
     "plugins": ["--json"],
     "doctor": ["--json"],
+    "ckpt": ["--help"],
     "port": ["target.py"],
     "report": ["run"],
     "tune": ["batch-size", "target.py", "--accelerator", "cpu", "--max-trials", "1"],

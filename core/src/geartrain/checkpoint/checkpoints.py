@@ -5,6 +5,7 @@ Parts rank and name their own files (``find_checkpoint``), as ModelCheckpoint ra
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -32,13 +33,14 @@ LAST = "last.ckpt"
 def checkpoint_state(run: Run, epochs: int) -> dict[str, Any]:
     """Return the contents of a checkpoint; see :meth:`geartrain.Run.checkpoint`."""
     state: dict[str, Any] = {"geartrain": __version__, "step": run.step, "epoch": epochs}
+    # As text: a subclass of float or str among its values could not be read as data alone.
+    state["plan"] = json.dumps(run.plan.as_dict())
     # Before the weights: a strategy whose thread changes them pauses it when it returns its state.
-    fit = training_state(run, epochs) if run.command == "fit" and run.mode != "session" else None
+    if run.command == "fit" and run.mode != "session":
+        state["fit"] = training_state(run, epochs)
     state["model"] = run.module.state_dict()
     if hyperparameters := import_optional("geartrain_callbacks.hyperparameters"):
         state |= hyperparameters.description(run.module)
-    if fit is not None:
-        state["fit"] = fit
     if overridden(run.module, "on_save_checkpoint"):
         run.module.on_save_checkpoint(state)
     return state

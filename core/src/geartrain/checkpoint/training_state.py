@@ -73,6 +73,7 @@ def training_state(run: Run, epochs: int) -> dict[str, Any]:
         ],
         "schedulers": [{**_named(s.scheduler), "progress": s.progress()} for s in run.schedulers],
         "parts": shared,
+        "left_out": [n for n in named_parts(run.hooks.parts) if n not in {*shared, *unshared}],
         "seeds": {name: stage.seeds() for name, stage in run.stages.items()},
         "ranks": run.coordinator.gather_states(run, rank_state),
     }
@@ -89,9 +90,10 @@ def _states_of_parts(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     alike = run.hooks.strategy_can("identical_weights")
     for name, part in named_parts(run.hooks.parts).items():
         state = _portable(part.plugin.state_dict(), part.info.label)
-        if state is not None and _same_on_all_ranks(part):
+        same = bool(getattr(part.plugin, "same_on_all_ranks", False))
+        if state is not None and same:
             shared[name] = state
-        if state is not None and not (alike and _same_on_all_ranks(part)):
+        if state is not None and not (alike and same):
             unshared[name] = state
     return shared, unshared
 
@@ -107,10 +109,6 @@ def named_parts(parts: tuple[LoadedPlugin, ...]) -> dict[str, LoadedPlugin]:
                 name = f"{part.info.name}#{number}"
             found[name] = part
     return found
-
-
-def _same_on_all_ranks(part: LoadedPlugin) -> bool:
-    return bool(getattr(part.plugin, "same_on_all_ranks", False))
 
 
 def _portable(state: Any, owner: str) -> Any:

@@ -30,6 +30,7 @@ _HELP = {
     "predict": "predict with a module",
     "tune": "find a learning rate (tune lr TARGET) or a batch size (tune batch-size TARGET)",
     "report": "write one HTML page about one or several runs",
+    "ckpt": "list, verify, show, compare and export checkpoints",
     "explain": "show the plan and the plugins that implement each hook; start nothing",
     "plugins": "list installed plugins, and why a plugin cannot be used",
     "doctor": "examine this machine and list the fixes",
@@ -52,14 +53,14 @@ _EXAMPLES = (
 )
 _GROUPS = {
     "train and evaluate": ("fit", "validate", "test", "predict", "tune"),
-    "look": ("report", "explain", "plugins", "doctor"),
+    "look": ("report", "ckpt", "explain", "plugins", "doctor"),
     "write and test code": ("new", "port", "conformance"),
     "other commands": (),
 }
 _USAGE = (
     "TARGET is file.py, file.py:Class or package.module:Class. Instead of a TARGET, conformance "
     "takes a strategy's name, new takes a kind and a name, port takes a file, report takes folders "
-    "of runs; plugins and doctor take nothing.",
+    "of runs, ckpt takes an action and files; plugins and doctor take nothing.",
     "geartrain COMMAND TARGET --help lists the options that people use, with those of the target "
     "and of selected plugins; --help-all lists all. With --traceback, an error shows its whole "
     "traceback.",

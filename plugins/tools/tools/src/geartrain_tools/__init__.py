@@ -1,4 +1,4 @@
-"""The commands ``geartrain doctor``, ``report`` and ``tune``, each in its package."""
+"""The commands ``geartrain ckpt``, ``doctor``, ``report`` and ``tune``, each in its package."""
 
 from __future__ import annotations
 

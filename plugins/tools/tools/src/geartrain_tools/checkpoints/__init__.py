@@ -1,0 +1,1 @@
+"""The command ``geartrain ckpt``: list, verify, show, compare and export checkpoints."""
