@@ -58,6 +58,7 @@ class Trainer(TrainerBase):
         max_steps: optimizer steps to train; -1: no end.
         min_steps: the same in optimizer steps; training ends after both.
         max_time: time to train: ``"DD:HH:MM:SS"``, seconds, a ``timedelta`` or ``{"hours": 2}``.
+        max_restarts: command line: how often a failed ``fit`` is started again; 0: never.
         limit_train_batches: batches an epoch: a number, or a fraction between 0.0 and 1.0.
         limit_val_batches: the same for each validation loader; 0 turns validation off.
         limit_test_batches: the same for each test loader.
@@ -118,6 +119,7 @@ class Trainer(TrainerBase):
         max_steps: int = -1,
         min_steps: int | None = None,
         max_time: str | float | timedelta | Mapping[str, float] | None = None,
+        max_restarts: int = 0,
         limit_train_batches: int | float | None = None,
         limit_val_batches: int | float | None = None,
         limit_test_batches: int | float | None = None,

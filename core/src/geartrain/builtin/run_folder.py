@@ -163,8 +163,7 @@ class RunFolder:
         self._last |= run.loop.reported
         seconds = round(time.monotonic() - self._started, 3)
         done = {"seconds": seconds, "steps": run.step, "epochs": run.epoch}
-        metrics = _writable(self._last)
-        summary = {**outcome, "command": run.command, **done, "metrics": metrics}
+        summary = {**outcome, "command": run.command, **done, "metrics": _writable(self._last)}
         _write_json(self.path / "summary.json", summary)
 
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from geartrain._version import __version__
 from geartrain.builtin.defaults import Defaults
@@ -27,9 +27,6 @@ from geartrain.plan import Plan, check_joins, make_plan
 from geartrain.planning.registry import Registry, make
 from geartrain.planning.selection import select_devices, select_precision, select_strategy
 
-if TYPE_CHECKING:
-    pass
-
 
 @dataclass(frozen=True, slots=True)
 class _Choices:
@@ -44,6 +41,7 @@ class _Choices:
     callbacks: Any = ()
     block: Sequence[str] = ()
     max_time: Any = None
+    max_restarts: int = 0
     output: str | Path | None = None
     accelerator_options: Mapping[str, Any] | None = None
     strategy_options: Mapping[str, Any] | None = None

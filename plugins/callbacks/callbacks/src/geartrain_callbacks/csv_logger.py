@@ -46,7 +46,7 @@ class CSVLogger:
     def check_plan(self, plan: Plan) -> None:
         if plan.options.fast_dev_run:
             return
-        path = self._path(plan)
+        path = self.metrics_file(plan.output)
         if path is None:
             raise UsageError(
                 "geartrain-callbacks[csv] has no file to write. "
@@ -67,7 +67,7 @@ class CSVLogger:
     @hookimpl
     def on_run_start(self, run: Run) -> None:
         self._close()
-        path = self._path(run.plan)
+        path = self.metrics_file(run.plan.output)
         if run.world.rank == 0 and path is not None and not run.plan.options.fast_dev_run:
             self._began = True  # check_plan may have run in another process
             lines = path.parent / "metrics.jsonl"
@@ -92,10 +92,11 @@ class CSVLogger:
     def on_exception(self) -> None:
         self._close()
 
-    def _path(self, plan: Plan) -> Path | None:
+    def metrics_file(self, output: Path | None) -> Path | None:
+        """Return the file, for a run with this folder; ``None`` if there is none."""
         if self.path is not None:
             return self.path
-        return None if plan.output is None else plan.output / "metrics.csv"
+        return None if output is None else output / "metrics.csv"
 
     def _close(self) -> None:
         table, self._table = self._table, None

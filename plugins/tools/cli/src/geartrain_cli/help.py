@@ -23,7 +23,8 @@ _FIRST = 28
 #: Title -> options that people use, and the others; the latter need ``--help-all``.
 _GROUPS: Mapping[str, tuple[str, str]] = {
     "training": (
-        "max_epochs max_steps max_time seed precision accumulate_grad_batches gradient_clip_val",
+        "max_epochs max_steps max_time max_restarts seed precision accumulate_grad_batches "
+        "gradient_clip_val",
         "min_epochs min_steps gradient_clip_algorithm deterministic detect_anomaly "
         "reload_dataloaders_every_n_epochs use_distributed_sampler sync_batchnorm "
         "optimizer lr_scheduler",

@@ -14,14 +14,17 @@ from geartrain_cli.panel import parts_of, user_lines
 
 
 @contextmanager
-def printed_on_stderr() -> Iterator[None]:
-    """Send what this process and its children print to standard error until the block ends."""
+def printed_on_stderr() -> Iterator[int]:
+    """Send what this process and its children print to standard error until the block ends.
+
+    Yields a descriptor of the standard output.
+    """
     sys.stdout.flush()
     stdout = os.dup(1)
     try:
         os.dup2(2, 1)
         with redirect_stdout(sys.stderr):
-            yield
+            yield stdout
     finally:
         os.dup2(stdout, 1)
         os.close(stdout)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from geartrain import Trainer, UsageError
+from jsonargparse import Namespace
+
+from geartrain import Module, Trainer, UsageError
 from geartrain.plugin_api import check_module
 from geartrain_cli.arguments import Request, read_arguments
 from geartrain_cli.folders import RunFolders
@@ -35,27 +37,40 @@ def command(
     if "--json" not in argv:  # read here: the target may print when it is imported
         return _run(name, argv, target, defaults)
     with errors_as_json(name):
-        with printed_on_stderr():
-            trainer = _run(name, argv, target, defaults)
+        with printed_on_stderr() as stdout:
+            trainer = _run(name, argv, target, defaults, stdout)
         if trainer.is_global_zero:
             print_result(name, trainer)
     return trainer
 
 
 def _run(
-    name: str, argv: list[str], target: Target | None, defaults: Mapping[str, Any] | None
+    name: str,
+    argv: list[str],
+    target: Target | None,
+    defaults: Mapping[str, Any] | None,
+    stdout: int | None = None,
 ) -> Trainer:
     folders = RunFolders()
+
+    def choose(values: Namespace, model: type[Module]) -> None:
+        for option, value in _options_of_attempt().items() if name == "fit" else ():
+            values[option] = value
+            if option == "resume":
+                values.checkpoint = None
+        folders.choose(name, values, model)
+
     try:
-        choose = partial(folders.choose, name)
         request = read_arguments(name, argv, target, defaults, _OPTIONS, choose)
         request.trainer.takes_folder_of_rank_0 = folders.is_numbered
-        return _run_request(name, argv, target, request)
+        return _run_request(name, argv, target, request, stdout)
     finally:
         folders.close()
 
 
-def _run_request(name: str, argv: list[str], target: Target | None, request: Request) -> Trainer:
+def _run_request(
+    name: str, argv: list[str], target: Target | None, request: Request, stdout: int | None
+) -> Trainer:
     check_module(request.target[0], name)
     trainer = request.trainer
     plugins = [part.plugin for part in trainer.hooks.parts]
@@ -72,6 +87,11 @@ def _run_request(name: str, argv: list[str], target: Target | None, request: Req
         trainer.checkpoint_file(values.resume, resumes=True)
     # The run repeats this check with the module, which does not exist yet.
     trainer.check(request.target[0], name, resumes=name == "fit" and values.resume is not None)
+    for plugin in plugins:
+        if name == "fit" and hasattr(plugin, "run_command"):  # it supervises another process
+            code = plugin.run_command(trainer.plan, plugins, stdout)
+            if code is not None:
+                raise SystemExit(code)
     model, data = request.make_model()
     try:
         result = getattr(trainer, name)(model, datamodule=data, **files)
@@ -82,6 +102,16 @@ def _run_request(name: str, argv: list[str], target: Target | None, request: Req
     if result is not None and name == "predict" and trainer.output and trainer.is_global_zero:
         save_predictions(result, trainer.output / "predictions.pt")
     return trainer
+
+
+def _options_of_attempt() -> dict[str, str]:
+    """Return the options that a supervisor of this command gives in place of those typed.
+
+    A program that the run starts inherits the variable, and has other arguments.
+    """
+    attempt = json.loads(os.environ.get("GEARTRAIN_ATTEMPT", "{}"))
+    options: dict[str, str] = attempt.get("options", {})
+    return options if attempt.get("argv") == sys.orig_argv[1:] else {}
 
 
 def _resuming(name: str, argv: list[str], target: Target | None, path: Path) -> str:

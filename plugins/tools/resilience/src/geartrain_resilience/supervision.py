@@ -1,0 +1,232 @@
+"""The process that runs the command, and runs it again after a failure.
+
+It does not use torch.distributed.elastic: elastic's agent starts ranks, and here one command starts
+them itself; it would also replace this process's signal handlers for good, and wait 30 seconds for
+a rank that hangs. The report of a rank's error has elastic's format (``geartrain-parallel``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from geartrain.plugin_api import START_DIRECTORY
+from geartrain_resilience.exchange import Attempt, Report, Steps
+from geartrain_resilience.processes import adopt_orphans, children, end_orphans
+
+#: Signals that are passed on to the run. After one of them the run is not started again.
+_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+#: Exit codes of a run that is not started again: done, wrong usage, pre-empted.
+DONE, WRONG_USAGE, PREEMPTED = 0, 2, 75
+_FAILED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How an attempt failed."""
+
+    #: Such as ``"rank 1 was ended by SIGSEGV"``.
+    text: str
+    #: The step in which it failed, from 1.
+    step: int
+    #: True if the same failure in the same step means that a restart does not help.
+    may_repeat: bool
+
+    def is_repeated(self, before: Failure | None) -> bool:
+        """True if the attempt before failed in the same way in the same step."""
+        return (
+            before is not None
+            and self.may_repeat
+            and (_comparable(self.text), self.step) == (_comparable(before.text), before.step)
+        )
+
+    def __str__(self) -> str:
+        return f"{self.text} in step {self.step}" if self.step else f"{self.text} before step 1"
+
+
+class Supervisor:
+    """Runs a command, and runs it again after a failure.
+
+    Args:
+        command: the command.
+        limit: the most restarts.
+        output: the run's folder.
+        ranks: the number of ranks.
+        max_steps: of the plan; a run that has done them is not started again.
+        lines: the lines of each file of metrics before the first attempt.
+        stdout: a descriptor to which only the last attempt's standard output is written; ``None``:
+            all attempts write to this process's.
+    """
+
+    def __init__(
+        self,
+        command: list[str],
+        limit: int,
+        output: Path,
+        ranks: int,
+        max_steps: int,
+        lines: dict[str, int],
+        stdout: int | None = None,
+    ) -> None:
+        self._command, self._limit, self._ranks = command, limit, ranks
+        self._max_steps, self._stdout = max_steps, stdout
+        self._output, self._lines = output, lines
+        self._folder = Path(tempfile.mkdtemp(prefix="geartrain-restarts-"))
+        #: The signals that this process got.
+        self._received: list[int] = []
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> int:
+        """Run the command until it is done, or restarts do not help.
+
+        Returns:
+            The exit code.
+        """
+        adopt_orphans()
+        kept = children()
+        attempt = Attempt(
+            self._command[1:],
+            {"output": str(self._output)},
+            str(self._folder),
+            os.getpid(),
+            limit=self._limit,
+            lines=self._lines,
+        )
+        before: Failure | None = None
+        try:
+            with self._passed_on():
+                while True:
+                    code, steps = self._run_once(attempt)
+                    if code != DONE:
+                        end_orphans(kept)
+                    report = Report.read(self._folder)
+                    if code in (DONE, WRONG_USAGE, PREEMPTED):
+                        return code
+                    if self._received or (report is not None and report.interrupted):
+                        return _FAILED
+                    if self._is_over(steps):
+                        _say("training was over: the run is not started again")
+                        return _FAILED
+                    failure = _failure(code, report, steps)
+                    if failure.is_repeated(before):
+                        _say(
+                            f"{failure}, for the second time: the same failure in the same step "
+                            "does not go away by more restarts, so the run ends"
+                        )
+                        return _FAILED
+                    if attempt.number == self._limit:
+                        _say(f"{failure}. The run ends: it was started again {self._limit} times")
+                        return _FAILED
+                    before = failure
+                    attempt = replace(
+                        attempt,
+                        number=attempt.number + 1,
+                        failure=str(failure),
+                        options={**attempt.options, "resume": "auto"},
+                    )
+        finally:
+            adopt_orphans(False)
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _run_once(self, attempt: Attempt) -> tuple[int, list[int]]:
+        """Return the exit code, and the steps of each rank."""
+        steps = Steps(self._folder, self._ranks)
+        out = None if self._stdout is None else tempfile.TemporaryFile()  # noqa: SIM115
+        try:
+            self._process = subprocess.Popen(
+                self._command,
+                cwd=START_DIRECTORY,
+                env={**os.environ, **attempt.variable()},
+                stdout=out,
+                start_new_session=True,  # so that Ctrl-C reaches it once, from this process
+            )
+            for number in self._received:  # since the last attempt
+                self._process.send_signal(number)
+            code = self._process.wait()
+            if out is not None and self._stdout is not None:
+                out.seek(0)
+                self._result = out.read()
+            return code, steps.read()
+        finally:
+            self._process = None
+            steps.close()
+            if out is not None:
+                out.close()
+
+    #: The standard output of the last attempt, if it is kept.
+    _result = b""
+
+    def print_result(self) -> None:
+        """Write the standard output of the last attempt, if it was kept."""
+        if self._stdout is not None:
+            remaining = memoryview(self._result)
+            while remaining:
+                remaining = remaining[os.write(self._stdout, remaining) :]
+
+    def _is_over(self, steps: list[int]) -> bool:
+        """True if the run had done ``max_steps``, or says that it is done."""
+        if self._max_steps > 0 and max(steps) >= self._max_steps:
+            return True
+        try:
+            summary = json.loads((self._output / "summary.json").read_text(encoding="utf-8"))
+            return max(steps) > 0 and bool(summary["status"] == "done")
+        except (OSError, ValueError, LookupError, TypeError):
+            return False
+
+    @contextmanager
+    def _passed_on(self) -> Iterator[None]:
+        """Pass signals on to the run, inside the block. Signals that are ignored stay ignored."""
+
+        def pass_on(number: int, frame: FrameType | None) -> None:
+            self._received.append(number)
+            process = self._process
+            if process is not None and process.returncode is None:
+                process.send_signal(number)
+
+        before: dict[int, Any] = {}
+        for name in _SIGNALS:
+            number = getattr(signal, name, None)
+            if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, pass_on)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _failure(code: int, report: Report | None, steps: list[int]) -> Failure:
+    if report is None:
+        rank, done = 0, steps[0]
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with code {code}"
+        text = f"rank 0 {how}"
+    else:
+        rank = report.rank or 0
+        done = steps[min(rank, len(steps) - 1)]
+        text = report.error
+        if not re.match(r"ranks? \d", text):
+            text = f"rank {rank} failed: {text}"
+    # Another process sends SIGKILL and SIGTERM: such a failure says nothing about the next attempt.
+    from_outside = re.search(r"ended by SIG(KILL|TERM|HUP|STOP)", text) is not None
+    return Failure(text, done + 1 if any(steps) else 0, not from_outside)
+
+
+def _comparable(text: str) -> str:
+    """Return a failure without what differs between two processes: addresses and process ids."""
+    return re.sub(r"0x[0-9a-f]+|\bpid \d+|process \d+|:\d{4,5}\b", "", text)
+
+
+def _say(text: str) -> None:
+    print(f"geartrain: {text}", file=sys.stderr, flush=True)
