@@ -5,43 +5,28 @@ from __future__ import annotations
 import math
 import os
 import re
+import time
 from collections.abc import Generator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
 from geartrain import Plan, Run, TrainingError, UsageError, hookimpl
 from geartrain.plugin_api import remove_abandoned, user_path, warn
+from geartrain_callbacks import exception_checkpoint
+from geartrain_callbacks.best_files import BestFiles, Decision
 from geartrain_callbacks.callback import PluginCallback
 from geartrain_callbacks.checkpoint_names import SUFFIX, check_pattern, fields, fill, free
+from geartrain_callbacks.checkpoint_options import check_options
+from geartrain_callbacks.durations import Duration, seconds
 from geartrain_callbacks.monitoring import check_mode, is_better, looks_after_epochs, not_logged
-from geartrain_callbacks.own_files import check_name, delete, is_own, link, written_after
+from geartrain_callbacks.own_files import delete, is_own, link, written_after
 from geartrain_callbacks.stopping import say
 
 _FIX = "Fix: log it with self.log, or monitor another"
 
 
-@dataclass(frozen=True, slots=True)
-class _Decision:
-    """A decision of rank 0; every rank carries it out. File names are relative to the folder."""
-
-    #: The file of the newest checkpoint; empty if it is not among the best.
-    name: str = ""
-    score: float | None = None
-    #: The file that the new one replaces.
-    drop: str = ""
-    last: str = ""
-    #: The warning if the metric is missing but may still be logged.
-    missing: str = ""
-    #: The error if the metric is missing and should have been logged.
-    error: str = ""
-    #: True if the metric has no value for these weights yet. The next validation or end of an
-    #: epoch that logs one is used instead.
-    retries: bool = False
-
-
-class ModelCheckpoint(PluginCallback):
+class ModelCheckpoint(BestFiles, PluginCallback):
     """Keep the best checkpoints by a metric. Options are named as in PyTorch Lightning.
 
     Rank 0 decides which files to save and to delete, by its own value of the metric, and the other
@@ -78,6 +63,11 @@ class ModelCheckpoint(PluginCallback):
             after each epoch if validation is off or runs at each epoch's end; otherwise after each
             validation.
         verbose: print a line for each file.
+        save_weights_only: leave out what only resuming a ``fit`` needs.
+        save_on_exception: if an error or Ctrl-C ends the training, also save ``exception.ckpt``,
+            with rank 0's state.
+        train_time_interval: check after this time instead, at the end of a step; with several
+            ranks at a flush, by rank 0's clock: ``"DD:HH:MM:SS"``, seconds or a ``timedelta``.
 
     Raises:
         UsageError: options contradict each other; neither ``dirpath`` nor a folder for the run
@@ -101,51 +91,33 @@ class ModelCheckpoint(PluginCallback):
         every_n_train_steps: int | None = None,
         save_on_train_epoch_end: bool | None = None,
         verbose: bool = False,
+        save_weights_only: bool = False,
+        save_on_exception: bool = False,
+        train_time_interval: Duration | None = None,
     ) -> None:
         check_mode("model_checkpoint", mode, monitor)
-        if isinstance(save_top_k, bool) or not isinstance(save_top_k, int) or save_top_k < -1:
-            raise UsageError(
-                f"model_checkpoint: save_top_k={save_top_k!r} must be a whole number, at least -1."
-            )
-        if monitor is None and save_top_k > 1:
-            raise UsageError(
-                f"model_checkpoint: save_top_k={save_top_k} needs a metric. "
-                "Fix: monitor='val_loss', or monitor='step' and mode='max' to keep the newest"
-            )
-        if save_last not in (True, False, "link"):
-            raise UsageError(f"model_checkpoint: save_last={save_last!r}. Fix: True or 'link'")
-        if save_top_k == 0 and not save_last:
-            raise UsageError(
-                "model_checkpoint: save_top_k=0 without save_last saves nothing. "
-                "Fix: leave the plugin out, or save_last=True"
-            )
-        for name, value in (
-            ("every_n_epochs", every_n_epochs),
-            ("every_n_train_steps", every_n_train_steps),
-        ):
-            if value is not None and (
-                isinstance(value, bool) or not isinstance(value, int) or value < 1
-            ):
-                raise UsageError(
-                    f"model_checkpoint: {name}={value!r} must be a whole number, at least 1."
-                )
-        if every_n_train_steps is not None and (
-            every_n_epochs is not None or save_on_train_epoch_end is not None
-        ):
-            raise UsageError(
-                "model_checkpoint: every_n_train_steps checks by steps, every_n_epochs and "
-                "save_on_train_epoch_end by epochs. "
-                "Fix: leave one out, or two of them with a filename each"
-            )
-        self.monitor = monitor
-        self.mode = mode
-        self.save_top_k = save_top_k
-        self.save_last = save_last
+        check_options(
+            monitor=monitor,
+            save_top_k=save_top_k,
+            save_last=save_last,
+            save_on_exception=save_on_exception,
+            by_epochs={
+                "every_n_epochs": every_n_epochs,
+                "save_on_train_epoch_end": save_on_train_epoch_end,
+            },
+            by_steps={
+                "every_n_train_steps": every_n_train_steps,
+                "train_time_interval": train_time_interval,
+            },
+        )
+        self.monitor, self.save_last = monitor, save_last
+        self.save_weights_only, self.save_on_exception = save_weights_only, save_on_exception
         self.dirpath = (
             None
             if dirpath is None
             else user_path(dirpath, "geartrain-callbacks[model_checkpoint]: dirpath")
         )
+        super().__init__(mode, save_top_k, self.dirpath)
         self.filename = check_pattern("{epoch}-{step}" if filename is None else filename)
         if save_last and self.filename == "last":
             raise UsageError(
@@ -154,52 +126,24 @@ class ModelCheckpoint(PluginCallback):
         self.auto_insert_metric_name, self.verbose = auto_insert_metric_name, verbose
         self._epochs = every_n_epochs or 1
         self._steps = every_n_train_steps
+        self._seconds: float | None = None
+        if train_time_interval is not None:
+            self._seconds = seconds("model_checkpoint: train_time_interval", train_time_interval)
+        #: ``time.monotonic()`` of the last check by time, or when the run began.
+        self._checked_at = 0.0
         self._asked_when = save_on_train_epoch_end
         self._on = self._at_epoch_end = self._looked = self._warned_of_nan = False
         self._validated = self._expected = self._warned = False
         #: True if the last check found no value for the current weights.
         self._retries = False
-        #: The score of the best file.
-        self.best_model_score: float | None = None
-        #: A random id, drawn at a start from scratch. It marks the files that this object wrote.
-        self._identity = ""
-        #: The run's folder when the state was saved; only compared, never opened.
-        self._output = ""
-        # Names are relative to the folder, so that a copy of the folder is complete.
-        self._best = self._last = ""
-        self._scores: dict[str, float] = {}
-        #: Files that the file being saved replaces, and the source if it was replaced.
-        self._old: list[str] = []
-        #: The file that this fit resumed from, if it is in the folder.
-        self._source = ""
-        #: The folder that the next fit writes to, and the folder of the named files.
-        self._planned = self._where = self.dirpath
+        #: True if an error ended this object's last fit, and it saved a checkpoint.
+        self._has_raised = False
 
     def __repr__(self) -> str:
         return (
             f"ModelCheckpoint(monitor={self.monitor!r}, mode={self.mode!r}, "
             f"filename={self.filename!r})"
         )
-
-    @property
-    def best_model_path(self) -> str:
-        """The best file so far; without ``monitor`` the newest; empty if none exists."""
-        return self._path(self._best)
-
-    @property
-    def last_model_path(self) -> str:
-        """The newest ``last.ckpt``; empty without ``save_last``."""
-        return self._path(self._last)
-
-    @property
-    def best_k_models(self) -> dict[str, float]:
-        """The scores of the best files, oldest file first."""
-        return {self._path(name): score for name, score in self._scores.items()}
-
-    @property
-    def kth_best_model_path(self) -> str:
-        """The file that the next better one replaces; empty if fewer than ``save_top_k`` exist."""
-        return self._path(self._kth_best())
 
     @hookimpl
     def find_checkpoint(self, which: str, output: Path | None) -> list[Path]:
@@ -216,11 +160,15 @@ class ModelCheckpoint(PluginCallback):
             folder = None  # files of another process elsewhere may belong to another run
         if which == "any":
             return [] if folder is None else sorted(folder.rglob("*.ckpt"))
-        if self._last:
-            return [Path(self.last_model_path)]
-        if not self.save_last or folder is None:
-            return []
-        return list(filter(_is_last, sorted(folder.glob("last*.ckpt"))))
+        if self.save_weights_only and output is not None:
+            return []  # a fit resumes from the last.ckpt of its folder
+        found = [Path(self.last_model_path)] if self._last else []
+        if self.save_last and folder is not None and not found:
+            found = list(filter(_is_last, sorted(folder.glob("last*.ckpt"))))
+        place = self._where if self._has_raised else folder
+        if self.save_on_exception and place is not None:
+            found.append(place / exception_checkpoint.NAME)
+        return found
 
     # --- when to check ---------------------------------------------------------------------------
 
@@ -247,7 +195,8 @@ class ModelCheckpoint(PluginCallback):
             self._retries = self._retries and run.loop.resumed is not None
             self._open_folder(run)
         self._looked = run.loop.resumed is not None and bool(self._best or self._last)
-        if self._on and self._steps is None:
+        self._has_raised, self._checked_at = False, time.monotonic()
+        if self._on and self._by_epochs:
             self._at_epoch_end = looks_after_epochs(
                 run, self._asked_when, "model_checkpoint", "save_on_train_epoch_end"
             )
@@ -258,7 +207,7 @@ class ModelCheckpoint(PluginCallback):
     @hookimpl(wrapper=True)
     def on_step_end(self, run: Run) -> Generator[None, Any, Any]:
         results = yield
-        if self._on and self._steps is not None and run.step % self._steps == 0:
+        if self._on and not self._by_epochs and self._step_is_due(run):
             self._check(run, run.epoch)
         return results
 
@@ -267,7 +216,7 @@ class ModelCheckpoint(PluginCallback):
         results = yield
         if self._on and run.stage == "validate":
             self._validated = True
-            due = self._steps is None and not self._at_epoch_end and self._is_due(run)
+            due = self._by_epochs and not self._at_epoch_end and self._is_due(run)
             self._expected |= due
             if due or (self._retries and not self._at_epoch_end):
                 self._check(run, run.epoch, due)
@@ -278,7 +227,7 @@ class ModelCheckpoint(PluginCallback):
         results = yield
         if self._on:
             self._expected |= self._validated or not run.stages["validate"].loaders
-            due = self._steps is None and self._at_epoch_end and self._is_due(run)
+            due = self._by_epochs and self._at_epoch_end and self._is_due(run)
             if due or self._retries:
                 self._check(run, run.epoch + 1, due)
         return results
@@ -289,15 +238,42 @@ class ModelCheckpoint(PluginCallback):
             self._source = ""
             self._delete_old(run)
         if self._on and not self._looked and run.world.rank == 0:
-            when = (
-                f"every_n_epochs={self._epochs}"
-                if self._steps is None
-                else f"every_n_train_steps={self._steps}"
-            )
+            when = f"every_n_epochs={self._epochs}"
+            if self._seconds is not None:
+                when = f"train_time_interval={self._seconds:g} s"
+            elif self._steps is not None:
+                when = f"every_n_train_steps={self._steps}"
             warn(
                 f"geartrain-callbacks[model_checkpoint] saved nothing: {when}, "
                 f"and the run had {run.epoch} epochs and {run.step} steps"
             )
+
+    @hookimpl(wrapper=True, specname="on_exception")
+    def _save_on_exception(self, run: Run, error: BaseException) -> Generator[None, Any, Any]:
+        try:
+            return (yield)
+        finally:  # after plugins that put the trained weights back
+            if self._on and self.save_on_exception and self._where is not None:
+                path = self._where / exception_checkpoint.NAME
+                saved = exception_checkpoint.save(run, path, error, self.save_weights_only)
+                self._has_raised = saved
+
+    @property
+    def _by_epochs(self) -> bool:
+        return self._steps is None and self._seconds is None
+
+    def _step_is_due(self, run: Run) -> bool:
+        if self._steps is not None:
+            return run.step % self._steps == 0
+        if run.world.size > 1 and run.step % run.plan.options.log_every_n_steps:
+            return False
+        assert self._seconds is not None
+        due = time.monotonic() - self._checked_at >= self._seconds
+        if run.world.size > 1:  # each rank has its own clock
+            due = run.hooks.broadcast(run=run, obj=due, src=0)
+        if due:
+            self._checked_at = time.monotonic()
+        return due
 
     def _open_folder(self, run: Run) -> None:
         """Set the files with which this fit continues, on every rank to those rank 0 finds."""
@@ -342,26 +318,6 @@ class ModelCheckpoint(PluginCallback):
             )
         self._identity = self._best = self._last = ""
         self.best_model_score, self._scores, self._old = None, {}, []
-
-    def _drop_lost(self, folder: Path) -> None:
-        """Forget files that no longer exist or that another run wrote."""
-        names = dict.fromkeys(name for name in (self._best, self._last, *self._scores) if name)
-        # The others of save_top_k=-1 are never deleted: do not read each of them.
-        read = [name for name in names if self.save_top_k != -1 or name not in self._scores]
-        read += [self._best] if self._best and self._best not in read else []
-        lost = [name for name in names if name not in read and not (folder / name).exists()]
-        lost += [name for name in read if not is_own(folder, name, self._identity)]
-        if not lost:
-            return
-        warn(
-            f"geartrain-callbacks[model_checkpoint]: {folder} no longer has {', '.join(lost)} "
-            "of this run: removed from the list of the best"
-        )
-        self._scores = {name: score for name, score in self._scores.items() if name not in lost}
-        self._last = "" if self._last in lost else self._last
-        if self._best in lost:
-            self._best = next(iter(self._ranked()), "")
-            self.best_model_score = self._scores.get(self._best)
 
     def _delete_leftovers(self, run: Run, folder: Path) -> None:
         """Delete files left by a kill: replaced files, and files newer than the checkpoint.
@@ -408,12 +364,14 @@ class ModelCheckpoint(PluginCallback):
             warn(f"{turn.missing} Until it is, nothing is kept as the best")
             self._warned = True
         names = [name for name in (turn.name, turn.last) if name]
-        before = self.state_dict()
+        before, self._retries = self.state_dict(), turn.retries
         self._remember(turn)  # before saving: the file's state must list the file itself
         try:
             if turn.last and run.world.rank == 0 and Path(self.last_model_path).is_symlink():
                 Path(self.last_model_path).unlink()  # a writer may write through the link
             state = run.checkpoint(epochs) if names else {}
+            if self.save_weights_only:
+                state.pop("fit", None)
             for name in names:
                 links = self.save_last == "link" and name == turn.last and turn.name != ""
                 if not links or not self._link(run, name, turn.name):
@@ -423,7 +381,7 @@ class ModelCheckpoint(PluginCallback):
             raise
         self._report_and_delete(run, turn)
 
-    def _decide(self, run: Run, epochs: int, due: bool) -> _Decision:
+    def _decide(self, run: Run, epochs: int, due: bool) -> Decision:
         folder = self._folder(run.plan)
         assert folder is not None  # otherwise check_plan has raised
         last = free(folder, "last", self._last) if self.save_last else ""
@@ -435,26 +393,26 @@ class ModelCheckpoint(PluginCallback):
             )
             if self.monitor in ("epoch", "step"):  # self.log refuses these names
                 score, when = getattr(run, self.monitor), (run.epoch, run.step)
-            missing = ""
+            missing, every = "", f"every {self._steps} steps" if self._steps else "by time"
             if score is None:
                 missing = not_logged("model_checkpoint", self.monitor, sorted(run.metrics))
                 if self._expected:
-                    return _Decision(error=f"{missing} {_FIX}")
+                    return Decision(error=f"{missing} {_FIX}")
             elif (
                 when[0] == run.epoch
-                and self._steps is not None
+                and not self._by_epochs
                 and when[1] != run.step
                 and epochs > run.epoch
             ):
                 missing = (
                     f"geartrain-callbacks[model_checkpoint] monitors {self.monitor!r}, "
                     f"which was logged after step {when[1]}, "
-                    f"and it checks every {self._steps} steps. Fix: log it in each step."
+                    f"and it checks {every}. Fix: log it in each step."
                 )
-            if missing or when[0] != run.epoch or (self._steps is not None and when[1] != run.step):
-                return _Decision(last=last if due else "", missing=missing, retries=True)
+            if missing or when[0] != run.epoch or (not self._by_epochs and when[1] != run.step):
+                return Decision(last=last if due else "", missing=missing, retries=True)
         if not self._is_among_the_best(score):
-            return _Decision(last=last)
+            return Decision(last=last)
         if self.monitor is not None:
             drop = self._kth_best()
         else:
@@ -465,9 +423,9 @@ class ModelCheckpoint(PluginCallback):
                 {**run.loop.reported, "epoch": run.epoch, "step": run.step},
                 self.auto_insert_metric_name,
             )
-            return _Decision(free(folder, name, drop), score, drop, last)
+            return Decision(free(folder, name, drop), score, drop, last)
         except TrainingError as error:  # raised on all ranks by the caller
-            return _Decision(error=str(error))
+            return Decision(error=str(error))
 
     def _is_among_the_best(self, score: float | None) -> bool:
         if self.save_top_k <= 0 or score is None:
@@ -480,26 +438,7 @@ class ModelCheckpoint(PluginCallback):
             not worst or is_better(self.mode, score, self._scores[worst])
         )
 
-    def _remember(self, turn: _Decision) -> None:
-        """Note the next file and the files that it replaces."""
-        self._retries = turn.retries
-        self._old += [
-            name
-            for name, new in ((turn.drop, turn.name), (self._last, turn.last))
-            if new and name not in ("", new)
-        ]
-        self._last = turn.last or self._last
-        if turn.name:
-            self._scores.pop(turn.drop, None)
-            if turn.score is None:
-                self._best = turn.name
-            else:
-                self._scores.pop(turn.name, None)
-                self._scores[turn.name] = turn.score
-                self._best = next(iter(self._ranked()), "")
-                self.best_model_score = self._scores.get(self._best)
-
-    def _report_and_delete(self, run: Run, turn: _Decision) -> None:
+    def _report_and_delete(self, run: Run, turn: Decision) -> None:
         if turn.name and self.verbose:
             reason = "" if turn.score is None else f": {self.monitor} = {turn.score:.6g}"
             say(run, f"model_checkpoint: saved {self._path(turn.name)}{reason}.")
@@ -521,21 +460,6 @@ class ModelCheckpoint(PluginCallback):
             run.hooks.on_checkpoint_saved(run=run, path=Path(self._path(name)))
         return done
 
-    def _kth_best(self) -> str:
-        ranked = self._ranked()
-        return ranked[-1] if 0 < self.save_top_k <= len(ranked) else ""
-
-    def _ranked(self) -> list[str]:
-        """Return the files with a score, best first; of equal scores the older first."""
-        scored = {name: score for name, score in self._scores.items() if not math.isnan(score)}
-        return sorted(
-            scored, key=lambda name: scored[name] if self.mode == "min" else -scored[name]
-        )
-
-    def _path(self, name: str) -> str:
-        folder = self._where or self._planned
-        return str(folder / name) if name and folder is not None else ""
-
     def _folder(self, plan: Plan) -> Path | None:
         if self.dirpath is not None:
             return Path(self.dirpath)
@@ -544,16 +468,7 @@ class ModelCheckpoint(PluginCallback):
     # --- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "identity": self._identity,
-            "output": self._output,
-            "best_model_path": self._best,
-            "best_model_score": self.best_model_score,
-            "last_model_path": self._last,
-            "best_k_models": dict(self._scores),
-            "replaced": list(self._old),
-            "owed": self._retries,
-        }
+        return {**super().state_dict(), "owed": self._retries}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with these files.
@@ -561,20 +476,8 @@ class ModelCheckpoint(PluginCallback):
         Raises:
             ValueError: a name leads out of the folder.
         """
-        if state == self.state_dict():
-            return
-        best, last = (
-            name and check_name(name)
-            for name in (state["best_model_path"], state["last_model_path"])
-        )
-        scores = {check_name(name): float(score) for name, score in state["best_k_models"].items()}
-        old = [check_name(name) for name in state["replaced"]]
-        self._identity = str(state["identity"])
-        self._output = str(state["output"])
-        self.best_model_score = state["best_model_score"]
-        self._best, self._last, self._scores, self._old = best, last, scores, old
+        super().load_state_dict(state)
         self._retries = bool(state.get("owed"))
-        self._where = self._planned  # a fit in another process wrote its files to that folder
 
 
 def _is_last(path: Path) -> bool:

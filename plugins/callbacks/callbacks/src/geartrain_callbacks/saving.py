@@ -12,6 +12,27 @@ from geartrain.plugin_api import RankCoordinator, user_path, warn
 _NAME = "trainer.save_checkpoint"
 
 
+class _RankZero(RankCoordinator):
+    """Rank 0 of several, when the others cannot be asked: their random state is missing.
+
+    Args:
+        size: the number of ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def gather_states(self, run: Run, local: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return rank 0's state, and for each other rank one with the metrics alone."""
+        known = {
+            "parts": {},
+            "random": None,
+            "began": None,
+            "logs": {**local["logs"], "epoch": None},
+        }
+        return [local, *(dict(known) for _ in range(self.size - 1))]
+
+
 def save(run: Run | None, path: str | Path, weights_only: bool) -> None:
     """Write a checkpoint; see :meth:`TrainerView.save_checkpoint`."""
     file = user_path(path, _NAME)
@@ -23,18 +44,17 @@ def save(run: Run | None, path: str | Path, weights_only: bool) -> None:
     active = run.module._run is run
     if not active and run.world.rank != 0:
         return  # the process group has ended with the run
-    alone = _counted(run) if active else _ended(run)
-    state = alone.checkpoint(alone.epoch)
+    saved, lost = (_counted(run), "") if active else of_rank_0(run)
+    if not active and run.loop.failure is None:
+        saved.batch_idx = 0  # the last epoch is done
+    state = saved.checkpoint(saved.epoch)
     if weights_only:
         state.pop("fit", None)
+    elif lost:
+        _warn(file, lost, _EARLIER)
     elif run.command != "fit" and run.world.rank == 0:
         _warn(file, f"the last run was {run.command}", "call it in or after fit")
-    elif not active:
-        for part in run.hooks.parts:
-            keeps_state = callable(getattr(part.plugin, "state_dict", None))
-            if part.info.kind == "strategy" and keeps_state and run.world.size > 1:
-                drop_fit(state, file, f"the ranks' state of {part.info.label} ends with fit")
-    alone.save_checkpoint(state, file)
+    saved.save_checkpoint(state, file)
 
 
 def drop_fit(state: dict[str, Any], file: Path, reason: str) -> None:
@@ -46,7 +66,11 @@ def drop_fit(state: dict[str, Any], file: Path, reason: str) -> None:
         reason: why it is lost after ``fit``.
     """
     if state.pop("fit", None) is not None:
-        _warn(file, reason, "call it in on_train_end, or give the run a folder (output=DIR)")
+        _warn(file, reason, _EARLIER)
+
+
+#: What to do about a state that ends with ``fit``.
+_EARLIER = "call it in on_train_end, or give the run a folder (output=DIR)"
 
 
 def _warn(file: Path, reason: str, hint: str) -> None:
@@ -54,19 +78,24 @@ def _warn(file: Path, reason: str, hint: str) -> None:
     warn(f"{message}. Fix if unmeant: {hint}; otherwise weights_only=True")
 
 
+def of_rank_0(run: Run) -> tuple[Run, str]:
+    """Return a run that rank 0 can save without the other ranks, and why it has only weights.
+
+    The reason is empty if a ``fit`` can resume from the file.
+    """
+    alone, size = _counted(run), run.world.size
+    alone.world, alone.coordinator = World(), _RankZero(size)
+    for part in run.hooks.parts:
+        keeps_state = callable(getattr(part.plugin, "state_dict", None))
+        if part.info.kind == "strategy" and keeps_state and size > 1:
+            alone.command = "validate"  # its state_dict() may need all ranks
+            return alone, f"each rank has state of {part.info.label}"
+    return alone, ""
+
+
 def _counted(run: Run) -> Run:
-    """Return a run whose counters include the step before ``on_train_batch_end``."""
-    if run.command != "fit" or run.batch is None or run.loop.stepped <= run.batch_idx:
-        return run
+    """Return a copy of a run whose counters include the step before ``on_train_batch_end``."""
     counted = copy.copy(run)
-    counted.step, counted.batch_idx = run.step + 1, run.loop.stepped
+    if run.command == "fit" and run.loop.stepped > run.batch_idx:
+        counted.step, counted.batch_idx = run.step + 1, run.loop.stepped
     return counted
-
-
-def _ended(run: Run) -> Run:
-    """Return a run that has ended, as that of its rank 0 alone: the other ranks have left."""
-    alone = copy.copy(run)
-    alone.world, alone.coordinator = World(), RankCoordinator()
-    if run.loop.failure is None:
-        alone.batch_idx = 0  # the last epoch is done
-    return alone

@@ -65,7 +65,6 @@ _REORDERED = ("DeviceStatsMonitor", "MLFlowLogger", "ModelCheckpoint", "WandbLog
 #: Class -> arguments without a counterpart.
 _LEFT = {
     "StochasticWeightAveraging": ("avg_fn",),
-    "ModelCheckpoint": ("save_on_exception", "save_weights_only", "train_time_interval"),
     "WandbLogger": ("version", "id", "experiment", "prefix", "checkpoint_name"),
     "MLFlowLogger": ("save_dir", "prefix", "artifact_location", "run_id"),
     "TensorBoardLogger": ("default_hp_metric", "prefix", "sub_dir"),

@@ -101,7 +101,7 @@ INSTEAD = {
     "Tuner": "geartrain.tuning.Tuner, or the command geartrain tune",
     "LearningRateFinder": "geartrain tune lr",
     "BatchSizeFinder": "geartrain tune batch-size",
-    "OnExceptionCheckpoint": "ModelCheckpoint, or your own Callback with on_exception",
+    "OnExceptionCheckpoint": "ModelCheckpoint(save_on_exception=True)",
     "metrics": "the package torchmetrics; with geartrain-callbacks, self.log takes its objects",
     "callbacks": "a subclass of geartrain.callbacks.Callback, see docs/callbacks.md",
     "loggers": "a plugin with a log_metrics hook, see docs/write-a-plugin.md",
