@@ -167,37 +167,41 @@ def test_after_an_error_in_validation_ema_has_put_the_trained_weights_back(tmp_p
 # --- train_time_interval --------------------------------------------------------------------------
 
 
+#: The time that passed on this thread's clock alone, so that ranks' clocks differ.
+PASSED = threading.local()
+
+
 @pytest.fixture
 def clock(monkeypatch):
-    """Return the offset of this thread's clock, so that a rank's can differ."""
-    moved, real = threading.local(), time.monotonic
+    PASSED.seconds, real = 0.0, time.monotonic
     monkeypatch.setattr(
         "geartrain_callbacks.model_checkpoint.time.monotonic",
-        lambda: real() + getattr(moved, "seconds", 0.0),
+        lambda: real() + getattr(PASSED, "seconds", 0.0),
     )
-    return moved
 
 
 class Passes(Callback):
-    """Lets an hour pass in some steps."""
+    """Lets an hour pass in some steps, on rank 0."""
 
-    def __init__(self, clock, steps):
-        self.clock, self.steps = clock, steps
+    def __init__(self, *steps):
+        self.steps = steps
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if trainer.is_global_zero and trainer.global_step + 1 in self.steps:
-            self.clock.seconds = getattr(self.clock, "seconds", 0.0) + 3600
+            PASSED.seconds = getattr(PASSED, "seconds", 0.0) + 3600
 
 
-def test_by_time_it_saves_at_the_end_of_the_step(tmp_path, clock):
+@pytest.mark.usefixtures("clock")
+def test_by_time_it_saves_at_the_end_of_the_step(tmp_path):
     saves = ModelCheckpoint(
         dirpath=tmp_path, train_time_interval={"minutes": 50}, save_top_k=-1, filename="{step}"
     )
-    fit(plugins=[saves], callbacks=[Passes(clock, {2, 5})])
+    fit(plugins=[saves], callbacks=[Passes(2, 5)])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step=2.ckpt", "step=5.ckpt"]
 
 
-def test_by_time_ranks_agree_at_a_flush(tmp_path, clock):
+@pytest.mark.usefixtures("clock")
+def test_by_time_ranks_agree_at_a_flush(tmp_path):
     saves = ModelCheckpoint(
         dirpath=tmp_path, train_time_interval="00:00:50:00", save_top_k=-1, filename="{step}"
     )
@@ -206,7 +210,7 @@ def test_by_time_ranks_agree_at_a_flush(tmp_path, clock):
         max_epochs=1,
         log_every_n_steps=3,
         plugins=[saves],
-        callbacks=[Passes(clock, {2})],
+        callbacks=[Passes(2)],
         enable_progress_bar=False,
     )
     runner.fit(Net(), loader(batch_size=2))
