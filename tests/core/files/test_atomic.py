@@ -58,6 +58,15 @@ def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_it_returns(
     assert done == ["sync folder", "sync file", "rename", "sync folder"]
 
 
+def test_a_link_at_the_temporary_name_is_not_followed(tmp_path):
+    target, path = tmp_path / "target", tmp_path / "file"
+    target.write_bytes(b"precious")
+    (tmp_path / f".file.{os.getpid()}").symlink_to(target)
+    write(path, b"new")
+    assert (target.read_bytes(), path.read_bytes()) == (b"precious", b"new")
+    assert sorted(os.listdir(tmp_path)) == ["file", "target"]
+
+
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 def test_an_error_leaves_the_old_file(tmp_path, error):
     path = tmp_path / "file"

@@ -30,7 +30,8 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     raw: _File | None = None
     try:
         make_folder(path.parent)
-        raw = _File(beside, "w")
+        beside.unlink(missing_ok=True)  # of a killed process, or a link of somebody else
+        raw = _File(beside, "x")  # which follows no link
         with suppress(OSError):  # a network file system without locks
             _lock(raw)
         file = io.BufferedWriter(raw, 2**20)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from geartrain import TrainingError
-from geartrain_parallel import headers
+from geartrain_parallel import headers, sealed
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -60,19 +60,22 @@ def broadcast_object(run: Run, obj: Any, src: int) -> Any:
     """
     group(run)
     is_source = run.world.rank == src
+    # A header is sealed as a whole.
     pickled = pickle.dumps(obj) if is_source else b""
     content = pickled if len(pickled) <= headers.CONTENT else len(pickled)
     sent = headers.meet(run, f"broadcast from rank {src}", content)[src]
     if isinstance(sent, bytes):
         return obj if is_source else pickle.loads(sent)
     data = (
-        torch.frombuffer(bytearray(pickled), dtype=torch.uint8).to(run.device)
+        torch.frombuffer(bytearray(sealed.seal(pickled)), dtype=torch.uint8).to(run.device)
         if is_source
-        else torch.empty(sent, dtype=torch.uint8, device=run.device)
+        else torch.empty(sealed.SIZE + sent, dtype=torch.uint8, device=run.device)
     )
     dist.broadcast(data, src)
     data = data.cpu()
-    return obj if is_source else pickle.loads(ctypes.string_at(data.data_ptr(), len(data)))
+    if is_source:
+        return obj
+    return pickle.loads(sealed.unseal(ctypes.string_at(data.data_ptr(), len(data))))
 
 
 def broadcast_weights(run: Run, model: nn.Module) -> None:

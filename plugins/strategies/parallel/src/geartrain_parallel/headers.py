@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from geartrain import TrainingError
+from geartrain_parallel import sealed
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -109,12 +110,14 @@ def meet(run: Run, name: str, content: Any = None) -> list[Any]:
     progress.headers += 1
     progress.announce(run, place)
     data = pickle.dumps((name, place.encode()[-300:], content))
-    header = torch.frombuffer(bytearray(data.ljust(_SIZE, b"\0")), dtype=torch.uint8)
+    sealed_data = sealed.seal(data.ljust(_SIZE - sealed.SIZE, b"\0"))
+    header = torch.frombuffer(bytearray(sealed_data), dtype=torch.uint8)
     header = header.to(run.device)
     table = [torch.empty_like(header) for _ in range(run.world.size)]
     _wait(run, progress, place, dist.all_gather(table, header, async_op=True))
     rows = [row.cpu() for row in table]
-    ranks = [pickle.loads(ctypes.string_at(row.data_ptr(), _SIZE)) for row in rows]
+    contents = [sealed.unseal(ctypes.string_at(row.data_ptr(), _SIZE)) for row in rows]
+    ranks = list(map(pickle.loads, contents))
     if any(other != name for other, _, _ in ranks):
         raise _apart([place.decode(errors="replace") for _, place, _ in ranks])
     return [content for _, _, content in ranks]

@@ -17,7 +17,7 @@ import torch
 import torch.distributed.nn.functional
 
 from geartrain.plugin_api import ClusterEnvironment, detect
-from geartrain_parallel import nodes, rendezvous, sockets
+from geartrain_parallel import nodes, rendezvous, sealed, sockets
 from geartrain_parallel.forks import adopt_temporary_folder, guard_forks
 from geartrain_parallel.reports import begin, disconnect_if_failed, leave, report
 from geartrain_parallel.signals import raise_on_signals
@@ -144,6 +144,8 @@ def reserve(run: Run, timeout: timedelta) -> list[ClusterEnvironment]:
     """
     local_size, num_nodes = run.plan.layout.processes_per_node, run.plan.num_nodes
     assert local_size is not None
+    if num_nodes == 1:  # the launchers of several nodes do not know each other
+        sealed.share_secret()
     node = nodes.node_rank(num_nodes)
     address, port = nodes.master(num_nodes)
     if node == 0:

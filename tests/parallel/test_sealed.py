@@ -1,0 +1,91 @@
+"""What a process without the ranks' secret sends is refused before it is unpickled."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from several_ranks import failed, results
+
+import geartrain as gt
+from geartrain import TrainingError, hookimpl
+from geartrain_parallel import sealed
+
+REFUSAL = "was not sent by a rank of this run"
+
+
+def test_a_message_is_read_only_with_the_secret_that_sealed_it(monkeypatch):
+    monkeypatch.setenv(sealed.SECRET, "a")
+    message = sealed.seal(b"text")
+    assert sealed.unseal(message) == b"text"
+    changed = bytes([*message[:-1], message[-1] ^ 1])
+    for forged in (changed, bytes(sealed.SIZE) + b"text", b"text", b""):
+        with pytest.raises(TrainingError, match=REFUSAL):
+            sealed.unseal(forged)
+    monkeypatch.setenv(sealed.SECRET, "b")
+    with pytest.raises(TrainingError, match=REFUSAL):
+        sealed.unseal(message)
+
+
+def test_ranks_of_torchrun_have_no_secret(monkeypatch):
+    monkeypatch.delenv(sealed.SECRET, raising=False)
+    assert sealed.unseal(sealed.seal(b"text")) == b"text"
+
+
+class Evil:
+    """Unpickling it writes a file."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __reduce__(self):
+        return Path.touch, (Path("harmed"), 0o666, True), {"more": b"x" * self.size}
+
+
+class Net(gt.Module):
+    def validation_step(self, batch, batch_idx):
+        pass
+
+
+def run_on_ranks(plugin):
+    os.environ[sealed.SECRET] = "of the run"
+    options = {"accelerator": "cpu", "devices": 2, "enable_progress_bar": False}
+    trainer = gt.Trainer(strategy="ddp", plugins=[plugin], **options)
+    trainer.validate(Net(), [torch.ones(1)])
+
+
+def forge(size):
+    class Forges:
+        @hookimpl
+        def on_run_start(self, run):
+            if run.world.rank == 1:  # a process that rank 0 takes for rank 1
+                os.environ[sealed.SECRET] = "a guess"
+            run.hooks.broadcast(run=run, obj=Evil(size), src=1)
+
+    run_on_ranks(Forges())
+
+
+@pytest.mark.parametrize("size", [0, 5000])
+def test_rank_0_unpickles_nothing_of_a_process_without_the_secret(tmp_path, size):
+    first, _ = failed(tmp_path, forge, size)
+    assert REFUSAL in first.error
+    assert not (tmp_path / "harmed").exists()
+
+
+def share():
+    trainer = gt.Trainer(
+        accelerator="cpu", strategy="ddp_spawn", devices=2, enable_progress_bar=False
+    )
+    trainer.validate(Shows(), [torch.ones(1), torch.ones(1)])
+    return trainer.callback_metrics["same"].item(), sealed.SECRET in os.environ
+
+
+class Shows(gt.Module):
+    def validation_step(self, batch, batch_idx):
+        secret = torch.tensor([ord(letter) for letter in os.environ[sealed.SECRET]])
+        both = self.all_gather(secret)
+        self.log("same", float(len(secret) == 64 and torch.equal(both[0], both[1])))
+
+
+def test_ranks_that_geartrain_starts_on_one_node_share_a_secret(tmp_path):
+    assert results(tmp_path, share, ranks=1, place="alone") == [(1.0, True)]
