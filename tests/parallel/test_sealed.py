@@ -73,9 +73,9 @@ def test_rank_0_unpickles_nothing_of_a_process_without_the_secret(tmp_path, size
 
 
 def share():
-    trainer = gt.Trainer(
-        accelerator="cpu", strategy="ddp_spawn", devices=2, enable_progress_bar=False
-    )
+    options = {"accelerator": "cpu", "devices": 2, "enable_progress_bar": False}
+    fork = {"start_method": "fork"}
+    trainer = gt.Trainer(strategy="ddp_spawn", strategy_options=fork, **options)
     trainer.validate(Shows(), [torch.ones(1), torch.ones(1)])
     return trainer.callback_metrics["same"].item(), sealed.SECRET in os.environ
 
