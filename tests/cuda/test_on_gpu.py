@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import geartrain as gt
 from geartrain import hookimpl
+from geartrain.callbacks import AsyncCheckpoint, ModelCheckpoint
 from geartrain.module.nested import map_tensors, move
 from geartrain_cuda import CUDAAccelerator, find_usable_cuda_devices
 from geartrain_cuda.nvml import Unavailable, session
@@ -387,3 +388,35 @@ def test_the_diagnosis_names_every_gpu():
     assert len(report["devices"]) == torch.cuda.device_count()
     assert report["facts"]["driver"]
     assert all("Fix: " in problem for problem in report["problems"])
+
+
+class Keep:
+    """Keep the weights after each step."""
+
+    def __init__(self):
+        self.weights = {}
+
+    @hookimpl
+    def on_step_end(self, run):
+        state = run.module.state_dict()
+        self.weights[run.step] = {name: value.clone() for name, value in state.items()}
+
+
+def test_async_checkpoint_writes_the_weights_of_its_step(tmp_path):
+    keep = Keep()
+    every = ModelCheckpoint(
+        dirpath=tmp_path,
+        filename="{step}",
+        monitor="step",
+        mode="max",
+        save_top_k=-1,
+        every_n_train_steps=4,
+    )
+    train("cuda", [keep, every, AsyncCheckpoint()])
+    files = sorted(tmp_path.glob("*.ckpt"))
+    assert len(files) == 8
+    for path in files:
+        state = torch.load(path, weights_only=True)
+        assert state["model"]["net.0.weight"].device.type == "cpu"
+        for name, value in keep.weights[state["step"]].items():
+            assert torch.equal(state["model"][name], value.cpu())

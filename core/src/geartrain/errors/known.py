@@ -7,11 +7,12 @@ PROVIDED = """
 generated: distributions
 geartrain-bagua strategy bagua
 geartrain-callbacks precision 16-mixed 64-true bf16-mixed bf16-true
-geartrain-callbacks plugin accumulation_scheduler backbone_finetuning compile csv detect_anomaly
-geartrain-callbacks plugin deterministic early_stopping ema evaluation_outputs lr_monitor
-geartrain-callbacks plugin manual_optimisation model_checkpoint model_summary nan_guard norms
-geartrain-callbacks plugin overfit overrides prediction_writer progress progress_lines provenance
-geartrain-callbacks plugin reload_dataloaders swa throughput timed_validation timer training_outputs
+geartrain-callbacks plugin accumulation_scheduler async_checkpoint backbone_finetuning compile csv
+geartrain-callbacks plugin detect_anomaly deterministic early_stopping ema evaluation_outputs
+geartrain-callbacks plugin lr_monitor manual_optimisation model_checkpoint model_summary nan_guard
+geartrain-callbacks plugin norms overfit overrides prediction_writer progress progress_lines
+geartrain-callbacks plugin provenance reload_dataloaders swa throughput timed_validation timer
+geartrain-callbacks plugin training_outputs
 geartrain-cli command explain fit plugins predict test validate
 geartrain-cuda accelerator cuda
 geartrain-ddp strategy ddp

@@ -13,6 +13,7 @@ from geartrain_callbacks._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from geartrain_callbacks.accumulation_scheduler import GradientAccumulationScheduler
+    from geartrain_callbacks.async_checkpoint import AsyncCheckpoint
     from geartrain_callbacks.callback import NOT_CALLED, Callback
     from geartrain_callbacks.combined import CombinedLoader
     from geartrain_callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = [
     "EMA",
     "NOT_CALLED",
+    "AsyncCheckpoint",
     "BackboneFinetuning",
     "BaseFinetuning",
     "BasePredictionWriter",
@@ -73,6 +75,7 @@ __all__ = [
 #: Module -> its names, imported on first use: a run with ``--plugin csv`` needs no other callback.
 _NAMES = {
     "accumulation_scheduler": "GradientAccumulationScheduler",
+    "async_checkpoint": "AsyncCheckpoint",
     "callback": "NOT_CALLED Callback",
     "combined": "CombinedLoader",
     "early_stopping": "EarlyStopping EarlyStoppingReason",

@@ -13,6 +13,8 @@ from geartrain.plugin_api import nearest
 #: A name in braces, optionally with a format after a colon.
 _FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
 SUFFIX = ".ckpt"
+#: Files that ``async_checkpoint`` writes in this process, and that may not exist yet.
+UNWRITTEN: set[Path] = set()
 #: The beginning of a URL. A Windows drive has one letter.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
@@ -92,7 +94,8 @@ def free(folder: Path, name: str, own: str) -> str:
         )
     for version in count():
         file = PurePosixPath(f"{name}{f'-v{version}' if version else ''}{SUFFIX}").as_posix()
-        if file == own or not (folder / file).exists():
+        path = folder / file
+        if file == own or not (path.exists() or path in UNWRITTEN):
             return file
     raise AssertionError  # count() has no end
 

@@ -13,6 +13,8 @@ from geartrain_callbacks.stopping import say
 
 #: The file's name.
 NAME = "exception.ckpt"
+#: The plugin that writes as core does, on rank 0 alone.
+_BACKGROUND = "async_checkpoint"
 
 
 def save(run: Run, path: Path, error: BaseException, weights_only: bool) -> bool:
@@ -27,7 +29,7 @@ def save(run: Run, path: Path, error: BaseException, weights_only: bool) -> bool
     reason = ""
     if not all(bool(torch.isfinite(weight).all()) for weight in run.module.parameters()):
         reason = "the weights are NaN or infinite"
-    elif run.world.size > 1 and owner is not None and owner.kind != "default":
+    elif run.world.size > 1 and owner and owner.kind != "default" and owner.name != _BACKGROUND:
         reason = f"all ranks of {owner.label} write a checkpoint together"
     if reason:
         warn(f"geartrain-callbacks[model_checkpoint] saves no {NAME}: {reason}")

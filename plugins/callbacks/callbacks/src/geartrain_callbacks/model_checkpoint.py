@@ -52,7 +52,7 @@ class ModelCheckpoint(BestFiles, PluginCallback):
         save_top_k: how many of the best to keep; -1 keeps all, 0 none. Without ``monitor``: -1, 0
             or 1.
         save_last: also save ``last.ckpt`` at each check; ``"link"``: as a link to the file of the
-            same check, if that is kept.
+            same check, if that is kept and complete.
         dirpath: the folder; default ``checkpoints`` in the run's folder.
         filename: a pattern with ``epoch``, ``step`` and metrics in braces, such as
             ``"{epoch:02d}-{val_loss:.2f}"``; default ``"{epoch}-{step}"``.
@@ -138,6 +138,8 @@ class ModelCheckpoint(BestFiles, PluginCallback):
         self._retries = False
         #: True if an error ended this object's last fit, and it saved a checkpoint.
         self._has_raised = False
+        #: Files that are not complete yet: ``async_checkpoint`` writes them.
+        self._unwritten: set[str] = set()
 
     def __repr__(self) -> str:
         return (
@@ -196,6 +198,7 @@ class ModelCheckpoint(BestFiles, PluginCallback):
             self._open_folder(run)
         self._looked = run.loop.resumed is not None and bool(self._best or self._last)
         self._has_raised, self._checked_at = False, time.monotonic()
+        self._unwritten.clear()
         if self._on and self._by_epochs:
             self._at_epoch_end = looks_after_epochs(
                 run, self._asked_when, "model_checkpoint", "save_on_train_epoch_end"
@@ -236,6 +239,7 @@ class ModelCheckpoint(BestFiles, PluginCallback):
     def on_run_end(self, run: Run) -> None:
         if self._on:
             self._source = ""
+            self._unwritten.clear()
             self._delete_old(run)
         if self._on and not self._looked and run.world.rank == 0:
             when = f"every_n_epochs={self._epochs}"
@@ -274,6 +278,11 @@ class ModelCheckpoint(BestFiles, PluginCallback):
         if due:
             self._checked_at = time.monotonic()
         return due
+
+    @hookimpl
+    def on_checkpoint_saved(self, run: Run, path: Path) -> None:
+        self._unwritten = {name for name in self._unwritten if Path(self._path(name)) != path}
+        self._delete_old(run)
 
     def _open_folder(self, run: Run) -> None:
         """Set the files with which this fit continues, on every rank to those rank 0 finds."""
@@ -374,10 +383,13 @@ class ModelCheckpoint(BestFiles, PluginCallback):
                 state.pop("fit", None)
             for name in names:
                 links = self.save_last == "link" and name == turn.last and turn.name != ""
+                links = links and turn.name not in self._unwritten  # no link to a missing file
+                self._unwritten.add(name)
                 if not links or not self._link(run, name, turn.name):
                     run.save_checkpoint(state, Path(self._path(name)))
         except BaseException:
             self.load_state_dict(before)
+            self._unwritten.clear()
             raise
         self._report_and_delete(run, turn)
 
@@ -445,6 +457,8 @@ class ModelCheckpoint(BestFiles, PluginCallback):
         self._delete_old(run)
 
     def _delete_old(self, run: Run) -> None:
+        if self._unwritten:
+            return  # a file is deleted only after its replacement is complete
         if run.world.rank == 0 and self._where is not None:
             for name in self._old:
                 if name != self._source:
