@@ -15,7 +15,9 @@ from geartrain.callbacks import Callback, EarlyStopping, LambdaCallback
 from geartrain.hooks.events import METHODS
 from geartrain_callbacks.callback import CALLED, NOT_CALLED, Adapter
 
-EVENTS = [name for name in CALLED if name not in ("setup", "teardown", "on_exception")]
+OF_CHECKPOINTS = ["on_save_checkpoint", "on_load_checkpoint"]
+OTHERS = ["setup", "teardown", "on_exception", *OF_CHECKPOINTS]
+EVENTS = [name for name in CALLED if name not in OTHERS]
 
 
 def noting(notes, label="", methods=CALLED):
@@ -63,10 +65,13 @@ def test_evaluation(command, stage):
     assert notes == ["setup", *events, f"on_{stage}_epoch_end", f"on_{stage}_end", "teardown"]
 
 
-def test_every_method_is_called():
+def test_every_method_is_called(tmp_path):
     notes = []
     one = trainer(callbacks=[noting(notes)], num_sanity_val_steps=1)
     one.fit(EvalNet(), loader(), loader())
+    one.save_checkpoint(tmp_path / "a.ckpt")
+    more = trainer(callbacks=[noting(notes)], max_epochs=2)
+    more.fit(EvalNet(), loader(), loader(), ckpt_path=tmp_path / "a.ckpt")
     one.test(EvalNet(), loader())
     one.predict(EvalNet(), loader())
     with pytest.raises(ZeroDivisionError):
@@ -257,7 +262,7 @@ def test_callbacks_that_would_never_be_called_are_refused(wrong, message):
 
 def test_the_base_has_each_hook_of_the_module_with_its_arguments():
     assert set(EVENTS) == METHODS
-    for name in EVENTS:
+    for name in EVENTS + OF_CHECKPOINTS:
         own = list(inspect.signature(getattr(gt.Module, name)).parameters)
         found = list(inspect.signature(getattr(Callback, name)).parameters)
         assert found == ["self", "trainer", "pl_module", *own[1:]]
@@ -363,9 +368,9 @@ def test_a_third_party_callback_of_lightnings_class():
 
 def test_a_third_party_callback_that_cannot_work():
     class Saves(ThirdParty):
-        def on_save_checkpoint(self, trainer, pl_module, checkpoint): ...
+        def on_epoch_end(self, trainer, pl_module): ...
 
-    with pytest.raises(UsageError, match=r"Saves\.on_save_checkpoint would never be called"):
+    with pytest.raises(UsageError, match=r"Saves\.on_epoch_end would never be called"):
         trainer(callbacks=[Saves()])
     own = type("EarlyStopping", (ThirdParty,), {"__module__": "lightning.pytorch.callbacks"})
     with pytest.raises(UsageError, match=r"own\. Fix: use geartrain\.callbacks\.EarlyStopping"):

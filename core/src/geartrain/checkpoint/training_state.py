@@ -27,7 +27,7 @@ from geartrain.data.seeding import random_state, set_random_state
 from geartrain.data.stage import Stage, has_generator
 from geartrain.errors import TrainingError, UsageError, warn
 from geartrain.errors.distributions import import_from, import_optional
-from geartrain.hooks.plugin_info import LoadedPlugin, keeps_state
+from geartrain.hooks.plugin_info import LoadedPlugin, PluginInfo, keeps_state
 from geartrain.metrics.objects import libraries
 from geartrain.module.nested import map_tensors, not_plain
 
@@ -73,7 +73,7 @@ def training_state(run: Run, epochs: int) -> dict[str, Any]:
         ],
         "schedulers": [{**_named(s.scheduler), "progress": s.progress()} for s in run.schedulers],
         "parts": shared,
-        "left_out": [n for n in named_parts(run.hooks.parts) if n not in {*shared, *unshared}],
+        "left_out": [n for n in named_parts(run) if n not in {*shared, *unshared}],
         "seeds": {name: stage.seeds() for name, stage in run.stages.items()},
         "ranks": run.coordinator.gather_states(run, rank_state),
     }
@@ -88,20 +88,22 @@ def _states_of_parts(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     shared: dict[str, Any] = {}
     unshared: dict[str, Any] = {}
     alike = run.hooks.strategy_can("identical_weights")
-    for name, part in named_parts(run.hooks.parts).items():
+    for name, part in named_parts(run).items():
         state = _portable(part.plugin.state_dict(), part.info.label)
         same = bool(getattr(part.plugin, "same_on_all_ranks", False))
-        if state is not None and same:
+        is_data = part.plugin is run.loop.source.datamodule  # rank 0's is for other worlds
+        if state is not None and (is_data or same):
             shared[name] = state
-        if state is not None and not (alike and same):
+        if state is not None and (is_data or not (alike and same)):
             unshared[name] = state
     return shared, unshared
 
 
-def named_parts(parts: tuple[LoadedPlugin, ...]) -> dict[str, LoadedPlugin]:
+def named_parts(run: Run) -> dict[str, LoadedPlugin]:
     """Return the parts that keep state, by name; the second of a name gets ``#2``, and so on."""
     found: dict[str, LoadedPlugin] = {}
-    for part in parts:
+    info = PluginInfo("datamodule", "core", None, None, "datamodule=")
+    for part in (*run.hooks.parts, LoadedPlugin(info, run.loop.source.datamodule)):
         if keeps_state(part.plugin):
             name, number = part.info.name, 1
             while name in found:
@@ -347,13 +349,15 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 def _load_parts(run: Run, fit: dict[str, Any], unshared: dict[str, Any], path: Path) -> None:
     """Load each part's state, this rank's own or the shared one; warn if either is missing."""
-    shared, parts = fit["parts"], named_parts(run.hooks.parts)
+    shared, parts = fit["parts"], named_parts(run)
     known = {*shared, *(name for rank in fit["ranks"] for name in rank["parts"])}
     stateless: list[str] = []
     for name, part in parts.items():
         if name in shared or name in unshared:
             with _named_in_errors(path, part.info.label):
                 part.plugin.load_state_dict(unshared[name] if name in unshared else shared[name])
+            if part.plugin is run.loop.source.datamodule:  # its loaders may depend on its state
+                run.remake_loaders(run.epoch, ("train", "validate"))
         else:
             ranks = f" (it has one for each of {len(fit['ranks'])} ranks, not {run.world.size})"
             message = f"no saved state for {part.info.label}{ranks if name in known else ''}"

@@ -15,6 +15,7 @@ from geartrain.hooks.spelling import (
     DATA,
     MODULE,
     OVERRIDES,
+    STATE,
     check_attributes,
     on_methods,
     refuse_unrun,
@@ -227,7 +228,7 @@ def check_data(data: Any) -> None:
     if not isinstance(data, DataModule):
         message = f"datamodule={data!r} is not a geartrain.DataModule"
         raise UsageError(f"{message}. Fix: subclass geartrain.DataModule")
-    check_attributes(data, type(data).__name__, DATA, base=DataModule)
+    check_attributes(data, type(data).__name__, DATA | STATE, base=DataModule)
     for name in ("prepare_data", "setup", "teardown"):
         if not callable(getattr(data, name)):
             message = f"{type(data).__name__}.{name} is {getattr(data, name)!r} and no method"

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from geartrain import Run, UsageError, World, hookimpl
+from geartrain import Run, TrainingError, UsageError, World, hookimpl
 from geartrain.plugin_api import (
     Hooks,
     LoadedPlugin,
@@ -20,6 +20,7 @@ from geartrain.plugin_api import (
     Registry,
     check_attributes,
     nearest,
+    not_plain,
     write_instead,
 )
 
@@ -35,8 +36,6 @@ _LIGHTNING = ("lightning", "pytorch_lightning")
 
 #: Methods of Lightning's callbacks that geartrain would never call -> the replacement.
 NOT_CALLED = {
-    "on_save_checkpoint": "state_dict of the callback, or on_save_checkpoint of the module",
-    "on_load_checkpoint": "load_state_dict of the callback, or on_load_checkpoint of the module",
     "on_before_optimizer_setup": "configure_optimizers of the module",
     "on_before_accelerator_backend_setup": "setup",
     "on_configure_sharded_model": "setup",
@@ -60,7 +59,7 @@ class Callback:
 
     Callbacks are called in the order given, each before the module's own hook of the same name;
     ``on_exception`` and ``teardown`` in reverse order. A callback with state defines
-    ``state_dict()`` and ``load_state_dict(state)``.
+    ``state_dict()`` and ``load_state_dict(state)``; ``state_dict()`` alone is only saved.
     """
 
     def as_plugin(self) -> Adapter:
@@ -104,6 +103,20 @@ class Callback:
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         """Called if the run failed or was interrupted."""
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]
+    ) -> None:
+        """Called on each rank before a checkpoint from which a ``fit`` can resume is written.
+
+        Add tensors and plain values to ``checkpoint``, whose weights are under ``"model"``. Rank
+        0's is written.
+        """
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]
+    ) -> None:
+        """Called on each rank if a ``fit`` resumes, before the module loads its weights."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Called after the set-up of ``fit``."""
@@ -270,6 +283,13 @@ CALLED = tuple(
 )
 
 
+#: Methods that few callbacks have -> the hookimpls that call them.
+_OF_CHECKPOINTS = {
+    "on_save_checkpoint": "_add_to_checkpoint",
+    "on_load_checkpoint": "_read_from_checkpoint",
+}
+
+
 class _Caller:
     """The hookimpls that call a callback's methods. Their names leave the hooks' own names free."""
 
@@ -307,6 +327,27 @@ class _Caller:
         info = PluginInfo(type(self._called).__name__, "plugin", None, None, "callbacks=")
         run.hooks.add_methods(methods, info)
 
+    @hookimpl(wrapper=True, specname="save_checkpoint")
+    def _add_to_checkpoint(self, run: Run, state: dict[str, Any]) -> Generator[None, None, None]:
+        if "fit" in state:
+            before = dict(state)
+            self._call(run, "on_save_checkpoint", state)
+            for name, value in state.items():
+                if value is not before.get(name) and (kind := not_plain(value)) is not None:
+                    raise TrainingError(
+                        f"{type(self._called).__name__}.on_save_checkpoint put {kind} under "
+                        f"{name!r}, which could not be read again. Fix: tensors, numbers, strings, "
+                        "and lists, tuples and dicts of them"
+                    )
+        return (yield)
+
+    @hookimpl(wrapper=True, specname="load_checkpoint")
+    def _read_from_checkpoint(self, run: Run) -> Generator[None, Any, Any]:
+        state = yield
+        if run.loop.start is not None and run.loop.start.resumes:
+            self._call(run, "on_load_checkpoint", state)
+        return state
+
     @hookimpl(specname="on_exception")
     def _inform_callback(self, run: Run, error: BaseException) -> None:
         self._call(run, "on_exception", error)
@@ -321,6 +362,15 @@ class _Caller:
                 vars(self._called).pop(name, None)
             self._is_set_up, self._lent = False, {}
             yield
+
+    def __dir__(self) -> list[str]:
+        """Hide the hookimpls of methods that the callback does not have."""
+        hidden = {hookimpl for name, hookimpl in _OF_CHECKPOINTS.items() if not self._has(name)}
+        return [name for name in super().__dir__() if name not in hidden]
+
+    def _has(self, name: str) -> bool:
+        called = self._called
+        return _overrides(called, _base_of(called), name)
 
     def _call(self, run: Run, name: str, *arguments: Any) -> None:
         if name in (methods := self._methods):
@@ -346,20 +396,25 @@ class Adapter(_Caller):
                     f"callback {name}.{method} is for a plugin, and would be ignored here. "
                     "Fix: pass plugins=[...] instead of a Callback"
                 )
-        _check(callback)
-        if not self._methods:
+        has = [name for name in _STATE if self._has(name)]
+        _check(callback, {*CALLED, *_STATE} if has != ["state_dict"] else set(CALLED))
+        if not (self._methods or has):
             raise UsageError(
                 f"callback {name} overrides no method of geartrain.callbacks.Callback, "
                 "so it would do nothing"
             )
-        if all(_overrides(callback, _base_of(callback), method) for method in _STATE):
+        if has:
             self.state_dict = callback.state_dict
-            self.load_state_dict = callback.load_state_dict
+            self.load_state_dict = getattr(callback, "load_state_dict", _ignore)
             self.same_on_all_ranks = getattr(callback, "same_on_all_ranks", False)
 
     @property
     def _called(self) -> Any:
         return self.callback
+
+
+def _ignore(state: Any) -> None:
+    """Load nothing: the callback's state is only saved."""
 
 
 def parts(registry: Registry, callbacks: Any) -> list[LoadedPlugin]:
@@ -448,29 +503,31 @@ class PluginCallback(Callback, _Caller):
                     f"callbacks here. Fix: @hookimpl(specname={name!r}) and the name _{name}; or "
                     f"take out @hookimpl, and take the arguments of Callback.{name}"
                 )
-        _check(self)
+        _check(self, {*CALLED, *_STATE})
         if self._methods:  # errors of the user's methods end the run, as in every callback
             self.errors_are_warnings = False
         return self
 
     def __dir__(self) -> list[str]:
         """Hide what is no hookimpl of this plugin: geartrain looks for hookimpls here."""
+        # The two are hooks of plugins, too.
         hidden = set(CALLED)
         if not self._methods:
             hidden.update(name for name in vars(_Caller) if _is_hookimpl(self, name))
         return [name for name in super().__dir__() if name not in hidden]
 
 
-def _check(callback: Any) -> None:
+def _check(callback: Any, methods: set[str]) -> None:
     """Refuse methods that would never be called.
+
+    Args:
+        methods: those that are; with both of a state, one of them alone is refused.
 
     Raises:
         UsageError: there is one.
     """
     label, base = f"callback {type(callback).__name__}", _base_of(callback)
-    check_attributes(
-        callback, label, {*CALLED, *_STATE}, ["same_on_all_ranks"], base, may_yield=False
-    )
+    check_attributes(callback, label, methods, ["same_on_all_ranks"], base, may_yield=False)
     classes = type(callback).__mro__
     for method in object.__dir__(callback):
         if not method.startswith("on_") or not _overrides(callback, base, method):
