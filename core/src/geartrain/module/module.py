@@ -595,6 +595,7 @@ class DataModule(HyperparametersMixin):
 
     A subclass defines the loaders that it has. Each method returns a DataLoader or any iterable of
     batches; all but ``train_dataloader`` may also return a list or dict of DataLoaders.
+    Checkpoints keep the state of one with ``state_dict()`` and ``load_state_dict(state)``.
     """
 
     trainer: Trainer | None = None
