@@ -240,3 +240,36 @@ def test_two_became_one_within_an_epoch(whole, step, epochs, message, left):
         for found in caught
     )
     assert one.global_step == step + left
+
+
+class Ids(gt.Module):
+    """Keeps the samples of each epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = torch.nn.Linear(1, 1), {0: [], 1: []}
+
+    def training_step(self, batch, batch_idx):
+        self.seen[self.current_epoch] += batch.flatten().int().tolist()
+        return self.layer(batch).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize(("ranks", "step"), [(3, 4), (3, 5), (4, 3), (2, 5)])
+def test_each_sample_of_the_epoch_comes_once_with_another_number_of_ranks(tmp_path, ranks, step):
+    def fit(ranks, path=None, **options):
+        trainer, strategy = on_threads(ranks, seed=1, max_epochs=2, **options)
+        data = torch.arange(96.0).reshape(-1, 1)
+        trainer.fit(Ids(), DataLoader(data, batch_size=4, shuffle=True), ckpt_path=path)
+        modules = [run.module for run in strategy.runs]
+        return [[i for module in modules for i in module.seen[epoch]] for epoch in (0, 1)]
+
+    every = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=step)
+    before = 3 if ranks == 2 else 2
+    done, _ = fit(before, plugins=[every], max_steps=step)
+    with pytest.warns(UserWarning, match="each of its samples comes once"):
+        rest, second = fit(ranks, tmp_path / f"step={step}.ckpt")
+    assert set(done) | set(rest) == set(range(96)) == set(second)
+    assert len(rest) < 96 - len(done) + ranks  # the last round of the shards is filled up

@@ -35,6 +35,8 @@ class StridedShard(Sampler[Any]):
     def __init__(self, sampler: Any, rank: int, size: int, even: bool, seed: int) -> None:
         self.sampler, self.rank, self.size = sampler, rank, size
         self.even, self.order_seed, self.epoch = even, seed, 0
+        #: Epoch -> the items of the sampler, of all ranks together, that are left out in it.
+        self.left_out: dict[int, range] = {}
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, and so the order, which is the same on every rank."""
@@ -49,7 +51,7 @@ class StridedShard(Sampler[Any]):
         return total is not None and 0 < total <= self.rank
 
     def __len__(self) -> int:
-        total = len(self.sampler)
+        total = len(self.sampler) - len(self.left_out.get(self.epoch, ()))
         if self.even:
             return math.ceil(total / self.size)
         return len(range(self.rank, total, self.size)) or min(total, 1)
@@ -69,7 +71,8 @@ class StridedShard(Sampler[Any]):
             try:
                 for sampler in drawn_from:
                     sampler.generator = torch.Generator().manual_seed(seed)
-                return list(self.sampler)
+                items, gap = list(self.sampler), self.left_out.get(self.epoch, range(0))
+                return items[: gap.start] + items[gap.stop :]
             finally:
                 for sampler, generator in zip(drawn_from, before, strict=True):
                     sampler.generator = generator
