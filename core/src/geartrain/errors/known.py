@@ -10,9 +10,9 @@ geartrain-callbacks precision 16-mixed 64-true bf16-mixed bf16-true
 geartrain-callbacks plugin accumulation_scheduler async_checkpoint backbone_finetuning compile csv
 geartrain-callbacks plugin detect_anomaly deterministic early_stopping ema evaluation_outputs
 geartrain-callbacks plugin lr_monitor manual_optimisation model_checkpoint model_summary nan_guard
-geartrain-callbacks plugin norms overfit overrides prediction_writer progress progress_lines
-geartrain-callbacks plugin provenance reload_dataloaders swa throughput timed_validation timer
-geartrain-callbacks plugin training_outputs
+geartrain-callbacks plugin norms overfit overrides partial_weights prediction_writer progress
+geartrain-callbacks plugin progress_lines provenance reload_dataloaders swa throughput
+geartrain-callbacks plugin timed_validation timer training_outputs
 geartrain-cli command explain fit plugins predict test validate
 geartrain-cuda accelerator cuda
 geartrain-ddp strategy ddp

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from geartrain_callbacks.model_summary import ModelSummary
     from geartrain_callbacks.nan_guard import NaNGuard
     from geartrain_callbacks.norms import Norms, grad_norm
+    from geartrain_callbacks.partial_weights import PartialWeights
     from geartrain_callbacks.precision import MixedPrecision, ScaledPrecision, TruePrecision
     from geartrain_callbacks.prediction_writer import BasePredictionWriter, PredictionWriter
     from geartrain_callbacks.progress_bar import ProgressBar, RichProgressBar, TQDMProgressBar
@@ -57,6 +58,7 @@ __all__ = [
     "ModelSummary",
     "NaNGuard",
     "Norms",
+    "PartialWeights",
     "PredictionWriter",
     "ProgressBar",
     "RichProgressBar",
@@ -88,6 +90,7 @@ _NAMES = {
     "model_summary": "ModelSummary",
     "nan_guard": "NaNGuard",
     "norms": "Norms grad_norm",
+    "partial_weights": "PartialWeights",
     "precision": "MixedPrecision ScaledPrecision TruePrecision",
     "prediction_writer": "BasePredictionWriter PredictionWriter",
     "progress_bar": "ProgressBar RichProgressBar TQDMProgressBar",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shlex
+from contextlib import suppress
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from torch.nn.parameter import is_lazy
@@ -73,6 +76,21 @@ class BestEpoch:
                 known = (s for s in scores if isinstance(s, int | float) and math.isfinite(s))
                 self._best = next(known, None)
                 break
+        if run.loop.resumed is not None and run.plan.output is not None:
+            self._read(run.plan.output / "metrics.jsonl", run.epoch)
+
+    def _read(self, path: Path, epochs: int) -> None:
+        """Find the best of the epochs that an earlier process trained."""
+        found: dict[int, tuple[str, float]] = {}
+        with suppress(OSError, ValueError, KeyError, TypeError):  # a user's file may be anything
+            for text in path.read_text(encoding="utf-8").splitlines():
+                line = json.loads(text)
+                name = self._name or next(filter(_is_validation_loss, line), "")
+                if line["epoch"] < epochs and isinstance(line.get(name), int | float):
+                    found[line["epoch"]] = name, line[name]  # of two lines the later counts
+        for epoch, (name, value) in sorted(found.items()):
+            if not self._epoch or is_better(self._mode, value, found[self._epoch - 1][1]):
+                self._name, self._best, self._epoch = name, value, epoch + 1
 
     def is_new(self, run: Run) -> bool:
         """True if the epoch that has just ended is the best so far."""

@@ -20,7 +20,7 @@ from geartrain_callbacks.checkpoint_names import SUFFIX, check_pattern, fields, 
 from geartrain_callbacks.checkpoint_options import check_options
 from geartrain_callbacks.durations import Duration, seconds
 from geartrain_callbacks.monitoring import check_mode, is_better, looks_after_epochs, not_logged
-from geartrain_callbacks.own_files import delete, is_own, link, written_after
+from geartrain_callbacks.own_files import best_of, delete, is_own, link, written_after
 from geartrain_callbacks.stopping import say
 
 _FIX = "Fix: log it with self.log, or monitor another"
@@ -149,8 +149,8 @@ class ModelCheckpoint(BestFiles, PluginCallback):
 
     @hookimpl
     def find_checkpoint(self, which: str, output: Path | None) -> list[Path]:
-        if which == "best":
-            return [Path(self.best_model_path)] if self._best else []
+        if which == "best" and self._best:
+            return [Path(self.best_model_path)]
         folder = self.dirpath
         if folder is None and output is not None:
             folder = output / "checkpoints"
@@ -160,6 +160,11 @@ class ModelCheckpoint(BestFiles, PluginCallback):
             or not folder.resolve().is_relative_to(output.resolve())
         ):
             folder = None  # files of another process elsewhere may belong to another run
+        if which == "best":  # of an earlier process
+            best = ""
+            if folder is not None and output is not None:
+                best = best_of(folder, output / "last.ckpt", self.monitor)
+            return [folder / best] if folder is not None and best else []
         if which == "any":
             return [] if folder is None else sorted(folder.rglob("*.ckpt"))
         if self.save_weights_only and output is not None:
@@ -482,7 +487,7 @@ class ModelCheckpoint(BestFiles, PluginCallback):
     # --- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "owed": self._retries}
+        return {**super().state_dict(), "owed": self._retries, "monitor": self.monitor}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with these files.

@@ -70,6 +70,26 @@ def written_after(
                 break
 
 
+def best_of(folder: Path, last: Path, monitor: str | None) -> str:
+    """Return the name of the best file that a ModelCheckpoint of another process left; or ``""``.
+
+    Args:
+        folder: the folder of its files.
+        last: the run's last checkpoint, which has its newest state.
+        monitor: its metric: a run may have several.
+    """
+    files = [path for path in folder.rglob(f"*{SUFFIX}") if path.is_file()]
+    files.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    for path in (last, *files):
+        for state in _states_in(path):
+            name = state["best_model_path"]
+            with suppress(ValueError):
+                is_other = state.get("monitor", monitor) != monitor
+                if not is_other and name and (folder / check_name(name)).is_file():
+                    return str(name)
+    return ""
+
+
 def delete(folder: Path, name: str) -> None:
     """Delete one file of the folder; for a link, delete the link."""
     path = folder / name

@@ -134,7 +134,7 @@ MEMBERS = {
     "on_gpu": "self.device.type == 'cuda'",
     "fabric": "nothing: a Trainer trains a module; your own loop uses gt.Session",
     "device_mesh": "nothing: no geartrain strategy shards a model",
-    "strict_loading": "nothing: weights are read strictly",
+    "strict_loading": "plugins=['partial_weights'], which loads the weights that fit",
     "hparams_initial": "self.hparams",
     "example_input_array": "",
     "dtype": "next(self.parameters()).dtype",
