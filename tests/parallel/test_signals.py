@@ -8,6 +8,7 @@ import pytest
 from geartrain.launch.signals import Interrupted
 from geartrain_parallel.reports import ERROR_FILE, begin, report
 from geartrain_parallel.signals import raise_on_signals
+from geartrain_parallel.workers import _handled_by_program
 
 
 @pytest.fixture(autouse=True)
@@ -84,3 +85,14 @@ def test_a_rank_whose_earlier_run_has_failed_can_be_interrupted_in_the_next(tmp_
     begin()
     with raise_on_signals(), pytest.raises(Interrupted, match="SIGTERM"):
         ended_by(signal.SIGTERM)
+
+
+def test_a_signal_that_the_program_handles_does_not_end_its_ranks():
+    assert _handled_by_program() == set()
+    with raise_on_signals():
+        assert _handled_by_program() == set()
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        assert _handled_by_program() == {signal.SIGTERM}
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import util
@@ -109,6 +109,8 @@ class Workers:
         self.supervisor = Supervisor(self._workers, self.logs, self._patience)
         #: True after a failed run, whose error has named the rank to blame.
         self._reported = False
+        #: The exit code of the program after a failed run.
+        self.exit_code = 1
         try:
             for environment in environments:
                 self._workers.append(_Worker.start(command, environment, self.logs))
@@ -138,10 +140,14 @@ class Workers:
         over = threading.Event()
         wake_read, wake_write = os.pipe()
         os.set_blocking(wake_write, False)
+        handled = _handled_by_program()
         with not_inherited(wake_read, wake_write), self._exits_fail():
             old_wake = signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
             watcher = threading.Thread(
-                target=self._watch, args=(wake_read, over), name="geartrain-watch", daemon=True
+                target=self._watch,
+                args=(wake_read, over, {*SIGNALS} - handled),
+                name="geartrain-watch",
+                daemon=True,
             )
             watcher.start()
             try:
@@ -188,8 +194,12 @@ class Workers:
         finally:
             os._exit = before
 
-    def _watch(self, wake: int, over: threading.Event) -> None:
-        """End the others after a failure or a signal, and then this process if it does not end."""
+    def _watch(self, wake: int, over: threading.Event, signals: Set[int]) -> None:
+        """End the others after a failure or a signal, and then this process if it does not end.
+
+        Args:
+            signals: those that end the run; the program handles others itself.
+        """
         while True:
             failed = self.supervisor.watch(wake)
             if over.is_set():
@@ -197,7 +207,7 @@ class Workers:
             if failed:
                 self.supervisor.unwind()
                 return self._kill_if_stuck(over)
-            if not set(os.read(wake, 64)).isdisjoint(SIGNALS):
+            if not set(os.read(wake, 64)).isdisjoint(signals):
                 self.supervisor.end()
                 return self._kill_if_stuck(over)
 
@@ -240,6 +250,7 @@ class Workers:
         # Ranks that waited report a timeout. The late rank reports nothing, or is this one.
         silent = [0] if self._are_all and not is_timeout(str(error)) else []
         if isinstance(error, KeyboardInterrupt):
+            self.exit_code = getattr(error, "code", 1)
             self.supervisor.end()
             verdict = self.supervisor.judge(silent=silent)
         else:
@@ -297,15 +308,27 @@ def at_exit(workers: Workers) -> None:
             workers.finish(failed=getattr(sys, "last_value", None) is not None)
         except TrainingError as error:
             sys.stdout.flush()
-            _fail(str(error))
+            _fail(str(error), workers.exit_code)
 
     atexit.register(wait)
 
 
-def _fail(message: str) -> None:
-    """End this process with exit code 1, without Python's own cleanup."""
+def _fail(message: str, code: int = 1) -> None:
+    """End this process, without Python's own cleanup."""
     if message:
         print(f"geartrain: {message}", file=sys.stderr)
     sys.stderr.flush()
     remove_temporary_folder()
-    _exit(1)
+    _exit(code)
+
+
+def _handled_by_program() -> set[int]:
+    """Return the signals for which the program, or a plugin, has handlers of its own."""
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    return {
+        number
+        for number, handler in handlers.items()
+        if callable(handler)
+        and handler is not signal.default_int_handler
+        and not getattr(handler, "__module__", "").startswith("geartrain.")
+    }

@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        The exit code: 0 done, 1 the run failed, 2 wrong usage.
+        The exit code: 0 done, 1 the run failed, 2 wrong usage; 75 if ``preemption`` ended it.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -163,9 +163,9 @@ def _guarded(name: str, action: Callable[[], Any], whole: bool) -> int:
             traceback.print_exception(error)
         print(panel(error, f"geartrain {name}", _WHOLE), file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print(f"geartrain {name}: interrupted", file=sys.stderr)
-        return 1
+        return getattr(error, "code", 1)  # geartrain-resilience's Preempted has its own
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "torch":
             remedy = "pip install torch (a build for your hardware)"

@@ -4,7 +4,11 @@
   restarted, and keeps metrics.jsonl without gap and doubled step.
 - ``supervision``: the process that runs the command, and runs it again after a failure.
 - ``processes``: the processes that a failed run left.
+- ``preemption``: the plugin that saves and ends when a signal asks for it.
 - ``exchange``: what a run tells its supervisor, and the other way round.
 """
 
 from geartrain_resilience._version import __version__ as __version__
+
+#: Exit code of a run that was saved because a signal asked it to end: EX_TEMPFAIL of sysexits.h.
+PREEMPTED = 75

@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from geartrain.plugin_api import detect
+
 #: The environment variable with an :class:`Attempt`, which ranks inherit.
 VARIABLE = "GEARTRAIN_ATTEMPT"
 #: Bytes of one rank's step.
@@ -45,8 +47,10 @@ class Attempt:
         text = os.environ.get(VARIABLE)
         if text is None:
             return None
-        attempt = cls(**json.loads(text))
-        return attempt if list(attempt.argv) == sys.orig_argv[1:] else None
+        attempt, place = cls(**json.loads(text)), detect()
+        # A rank that was started on a function has another command.
+        is_rank = place is not None and place.launcher == "geartrain"
+        return attempt if is_rank or list(attempt.argv) == sys.orig_argv[1:] else None
 
     def variable(self) -> dict[str, str]:
         return {VARIABLE: json.dumps(asdict(self))}

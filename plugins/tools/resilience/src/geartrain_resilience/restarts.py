@@ -37,8 +37,6 @@ class Restarts:
         if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
             raise UsageError(f"max_restarts={limit!r} must be a whole number, at least 0.")
         self.limit = limit
-        #: Of the process that called ``fit``; it travels to ranks, whose command line is another.
-        self._attempt: Attempt | None = None
         self._steps: Steps | None = None
         #: The files of metrics, on rank 0, by name.
         self._files: dict[str, Path] = {}
@@ -119,7 +117,7 @@ class Restarts:
     # It is the outermost wrapper, and its events come first, because implied plugins are the last.
     @hookimpl(wrapper=True)
     def launch(self, run: Run, worker: Callable[[int], Any]) -> Generator[None, Any, Any]:
-        self._attempt = attempt = Attempt.current()
+        attempt = Attempt.current()
         if run.command != "fit":
             return (yield)
         if attempt is None:
@@ -151,7 +149,7 @@ class Restarts:
 
     @hookimpl  # before the files are opened
     def on_run_start(self, run: Run) -> None:
-        attempt, self._files = self._attempt, {}
+        attempt, self._files = Attempt.current(), {}
         if attempt is None or run.command != "fit" or run.output is None:
             return
         self._steps = Steps(attempt.folder)

@@ -23,13 +23,14 @@ from types import FrameType
 from typing import Any
 
 from geartrain.plugin_api import START_DIRECTORY
+from geartrain_resilience import PREEMPTED
 from geartrain_resilience.exchange import Attempt, Report, Steps
 from geartrain_resilience.processes import adopt_orphans, children, end_orphans
 
 #: Signals that are passed on to the run. After one of them the run is not started again.
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
-#: Exit codes of a run that is not started again: done, wrong usage, pre-empted.
-DONE, WRONG_USAGE, PREEMPTED = 0, 2, 75
+#: Exit codes of a run that is not started again, as one that was pre-empted: done, wrong usage.
+DONE, WRONG_USAGE = 0, 2
 _FAILED = 1
 
 
