@@ -136,6 +136,15 @@ def test_nothing_of_a_failed_run_is_left(supervise):
     assert not Path("/proc", Path("pid").read_text()).exists()
 
 
+def test_a_run_that_is_stopped_is_started_again(supervise, monkeypatch, capfd):
+    monkeypatch.setenv("GEARTRAIN_PATIENCE", "stopped=0.5")
+    code, attempts = supervise(
+        "if attempt.number < 1:\n    done(3, 3)\n    os.kill(os.getpid(), signal.SIGSTOP)"
+    )
+    assert (code, len(attempts)) == (0, 2)
+    assert attempts[1][1] == "rank 0 was stopped (SIGSTOP) in step 4"
+
+
 def test_json_is_that_of_the_last_attempt(supervise, tmp_path):
     with (tmp_path / "out").open("wb") as out:
         supervise(

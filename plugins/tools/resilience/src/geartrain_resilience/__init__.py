@@ -5,6 +5,7 @@
 - ``supervision``: the process that runs the command, and runs it again after a failure.
 - ``processes``: the processes that a failed run left.
 - ``preemption``: the plugin that saves and ends when a signal asks for it.
+- ``chaos``: the plugin that causes faults.
 - ``exchange``: what a run tells its supervisor, and the other way round.
 """
 

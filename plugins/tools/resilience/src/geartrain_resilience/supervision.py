@@ -16,13 +16,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from geartrain.plugin_api import START_DIRECTORY
+from geartrain_parallel import Patience
+from geartrain_parallel.supervisor import is_stopped
 from geartrain_resilience import PREEMPTED
 from geartrain_resilience.exchange import Attempt, Report, Steps
 from geartrain_resilience.processes import adopt_orphans, children, end_orphans
@@ -32,6 +34,8 @@ _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 #: Exit codes of a run that is not started again, as one that was pre-empted: done, wrong usage.
 DONE, WRONG_USAGE = 0, 2
 _FAILED = 1
+#: The most seconds between two looks whether the run is stopped.
+_PERIOD = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +124,7 @@ class Supervisor:
                     if self._is_over(steps):
                         _say("training was over: the run is not started again")
                         return _FAILED
-                    failure = _failure(code, report, steps)
+                    failure = _failure(code, report, steps, self._was_stopped)
                     if failure.is_repeated(before):
                         _say(
                             f"{failure}, for the second time: the same failure in the same step "
@@ -155,7 +159,7 @@ class Supervisor:
             )
             for number in self._received:  # since the last attempt
                 self._process.send_signal(number)
-            code = self._process.wait()
+            code = self._wait(self._process)
             if out is not None and self._stdout is not None:
                 out.seek(0)
                 self._result = out.read()
@@ -166,6 +170,23 @@ class Supervisor:
             if out is not None:
                 out.close()
 
+    def _wait(self, process: subprocess.Popen[bytes]) -> int:
+        """Wait for the run, and kill it if it was stopped (SIGSTOP) for long; return its code.
+
+        The ranks that the run has started are watched by the run itself.
+        """
+        self._was_stopped, patience, stopped = False, Patience.from_environment(), 0.0
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                return process.wait(_PERIOD)
+            stopped = stopped + _PERIOD if is_stopped(process.pid) else 0.0
+            if stopped >= patience.stopped:
+                self._was_stopped = True
+                process.kill()
+                return process.wait()
+
+    #: True if the last attempt was killed because it was stopped.
+    _was_stopped = False
     #: The standard output of the last attempt, if it is kept.
     _result = b""
 
@@ -208,7 +229,9 @@ class Supervisor:
                 signal.signal(number, handler)
 
 
-def _failure(code: int, report: Report | None, steps: list[int]) -> Failure:
+def _failure(code: int, report: Report | None, steps: list[int], was_stopped: bool) -> Failure:
+    if was_stopped:
+        return Failure("rank 0 was stopped (SIGSTOP)", steps[0] + 1, False)
     if report is None:
         rank, done = 0, steps[0]
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with code {code}"
@@ -220,7 +243,7 @@ def _failure(code: int, report: Report | None, steps: list[int]) -> Failure:
         if not re.match(r"ranks? \d", text):
             text = f"rank {rank} failed: {text}"
     # Another process sends SIGKILL and SIGTERM: such a failure says nothing about the next attempt.
-    from_outside = re.search(r"ended by SIG(KILL|TERM|HUP|STOP)", text) is not None
+    from_outside = re.search(r"ended by SIG(KILL|TERM|HUP)|\(SIGSTOP\)", text) is not None
     return Failure(text, done + 1 if any(steps) else 0, not from_outside)
 
 
