@@ -106,6 +106,7 @@ COMMANDS = {
     "plugins": ["--json"],
     "doctor": ["--json"],
     "ckpt": ["--help"],
+    "verify": ["--help"],
     "port": ["target.py"],
     "report": ["run"],
     "tune": ["batch-size", "target.py", "--accelerator", "cpu", "--max-trials", "1"],

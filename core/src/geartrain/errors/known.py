@@ -28,7 +28,7 @@ geartrain-session
 geartrain-spawn strategy ddp_spawn spawn
 geartrain-tensorboard plugin tensorboard
 geartrain-testing command conformance new
-geartrain-tools command ckpt doctor report tune
+geartrain-tools command ckpt doctor report tune verify
 geartrain-wandb plugin wandb
 end of distributions
 """

@@ -34,6 +34,7 @@ _HELP = {
     "explain": "show the plan and the plugins that implement each hook; start nothing",
     "plugins": "list installed plugins, and why a plugin cannot be used",
     "doctor": "examine this machine and list the fixes",
+    "verify": "check that a killed run of your module resumes exactly (verify resume TARGET)",
     "conformance": "test that an installed strategy fulfils the contract of strategies",
     "new": "write a project that trains, or a strategy, accelerator, plugin or command",
     "port": "rewrite a script that was written for PyTorch Lightning",
@@ -54,7 +55,7 @@ _EXAMPLES = (
 _GROUPS = {
     "train and evaluate": ("fit", "validate", "test", "predict", "tune"),
     "look": ("report", "ckpt", "explain", "plugins", "doctor"),
-    "write and test code": ("new", "port", "conformance"),
+    "write and test code": ("verify", "new", "port", "conformance"),
     "other commands": (),
 }
 _USAGE = (
