@@ -257,12 +257,31 @@ class Ids(gt.Module):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-@pytest.mark.parametrize(("ranks", "step"), [(3, 4), (3, 5), (4, 3), (2, 5)])
-def test_each_sample_of_the_epoch_comes_once_with_another_number_of_ranks(tmp_path, ranks, step):
+class Numbers(gt.DataModule):
+    def train_dataloader(self):
+        return DataLoader(torch.arange(96.0).reshape(-1, 1), batch_size=4, shuffle=True)
+
+
+class Stateful(Numbers):
+    """Its loaders are made again after its state is loaded."""
+
+    def state_dict(self):
+        return {"n": 1}
+
+    def load_state_dict(self, state):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("ranks", "step", "data"),
+    [(3, 4, Numbers), (3, 5, Numbers), (4, 3, Numbers), (2, 5, Numbers), (3, 5, Stateful)],
+)
+def test_each_sample_of_the_epoch_comes_once_with_another_number_of_ranks(
+    tmp_path, ranks, step, data
+):
     def fit(ranks, path=None, **options):
         trainer, strategy = on_threads(ranks, seed=1, max_epochs=2, **options)
-        data = torch.arange(96.0).reshape(-1, 1)
-        trainer.fit(Ids(), DataLoader(data, batch_size=4, shuffle=True), ckpt_path=path)
+        trainer.fit(Ids(), datamodule=data(), ckpt_path=path)
         modules = [run.module for run in strategy.runs]
         return [[i for module in modules for i in module.seen[epoch]] for epoch in (0, 1)]
 

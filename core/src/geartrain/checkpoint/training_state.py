@@ -268,8 +268,10 @@ def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
         stage.set_seeds(fit["seeds"].get(name, []))
     run.step, run.epoch = fit["step"], fit["epoch"]
     run.loop.batches_seen = fit["batches_seen"]
-    ranks = fit["ranks"]
-    if len(ranks) == run.world.size:
+    ranks, size = fit["ranks"], run.world.size
+    parts = ranks[run.world.rank]["parts"] if len(ranks) == size else {}
+    _load_parts(run, fit, parts, path)  # first: it may make the loaders again
+    if len(ranks) == size:
         rank_state, batch_idx = ranks[run.world.rank], int(fit["batch_idx"])
     else:
         wanted = f"the reader of a checkpoint of {len(ranks)} ranks"
@@ -281,7 +283,6 @@ def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
     # The last of the batches that were done is read again: then the loader has drawn its order.
     run.stages["train"].first = max(batch_idx - 1, 0)
     run.loop.validated = (run.epoch, batch_idx) if fit["validated"] else None
-    _load_parts(run, fit, rank_state["parts"], path)
     _warn_of_replay(run, batch_idx)
 
 
@@ -297,8 +298,8 @@ def _warn_of_replay(run: Run, batch_idx: int) -> None:
             message = f"{describe(loader)} {message}: {batch_idx} batches are taken from it and"
             hint = "They are those that were trained on only if it gives the same again"
             warn(f"{message} thrown away. {hint}")
-    loaders = [loader for loader in _loaders(run) if isinstance(loader, DataLoader)]
-    drawn = next((each for each in loaders if has_generator(each.dataset)), None)
+    data = ((each, getattr(each, "dataset", None)) for each in _loaders(run))
+    drawn = next((each for each, dataset in data if has_generator(dataset)), None)
     if drawn is not None and run.epoch and run.world.rank == 0:
         message = f"the dataset of {describe(drawn)} has a random generator, which starts again"
         warn(f"{message}. Fix: draw from the generators of torch, NumPy and random")

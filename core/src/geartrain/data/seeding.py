@@ -73,8 +73,7 @@ def set_random_state(device: torch.device, state: dict[str, Any]) -> None:
 @contextmanager
 def drawing_from(seed: int) -> Iterator[None]:
     """Seed the global generators on the CPU in the block, and restore them afterwards."""
-    cpu = torch.device("cpu")
-    before = random_state(cpu)
+    before = random_state(torch.device("cpu"))
     torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which seeds devices too
     random.seed(seed)
     if "numpy" in sys.modules:
@@ -82,4 +81,4 @@ def drawing_from(seed: int) -> Iterator[None]:
     try:
         yield
     finally:
-        set_random_state(cpu, before)
+        set_random_state(torch.device("cpu"), before)
