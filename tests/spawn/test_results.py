@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import geartrain as gt
 import geartrain_parallel.launching as launching
-from geartrain.callbacks import ModelCheckpoint
+from geartrain.callbacks import AsyncCheckpoint, ModelCheckpoint
 from geartrain_spawn import starter
 
 from .models import Net, loader, trainer
@@ -84,6 +84,15 @@ def test_optimizer_and_schedule(fitted):
     assert optimizer.state[module.net[0].weight]["step"] == 12
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
     assert schedule.scheduler.last_epoch == 2
+
+
+def test_checkpoints_that_rank_0_writes_in_the_background(tmp_path):
+    best = ModelCheckpoint()  # the newest
+    one = trainer(output=tmp_path / "run", plugins=[best, AsyncCheckpoint()])
+    one.fit(Net(), loader(), loader(20))
+    assert torch.load(one.output / "last.ckpt", weights_only=True)["step"] == 12
+    assert [str(path) for path in (one.output / "checkpoints").iterdir()] == [best.best_model_path]
+    assert torch.load(best.best_model_path, weights_only=True)["step"] == 12
 
 
 def test_a_checkpoint_saved_by_the_caller_resumes_the_fit(fitted, tmp_path):

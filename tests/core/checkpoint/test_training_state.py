@@ -481,6 +481,19 @@ def test_added_and_removed_parts(tmp_path):
     )
 
 
+class Named(Net):
+    def __init__(self, name):
+        super().__init__()
+
+
+def test_a_file_has_the_plan_with_versions_and_hyperparameters(tmp_path):
+    trainer(output=tmp_path, plugins=[EMA()]).fit(Named("a"), loader())
+    plan = json.loads(torch.load(tmp_path / "last.ckpt", weights_only=True)["plan"])
+    assert plan == json.loads((tmp_path / "plan.json").read_text())
+    assert plan["hyperparameters"] == {"name": "a"}
+    assert ("ema", "0.1.0") in [(part["name"], part["version"]) for part in plan["plugins"]]
+
+
 def test_state_that_could_not_be_read_again_is_left_out_with_a_warning(tmp_path):
     class Odd(Counts):
         def state_dict(self):
@@ -488,6 +501,9 @@ def test_state_that_could_not_be_read_again_is_left_out_with_a_warning(tmp_path)
 
     with pytest.warns(UserWarning, match=r"Odd: its state_dict\(\) holds pathlib\.\w+Path.*Fix"):
         train(tmp_path, epochs=1, plugins=[Odd()])
+    (path,) = tmp_path.rglob("last.ckpt")
+    state = torch.load(path, weights_only=True)
+    assert state["fit"]["left_out"] == ["Odd"]
     with pytest.warns(UserWarning, match="no saved state for Odd, which starts from scratch"):
         train(tmp_path, epochs=2, path="last", plugins=[Odd()])
 
