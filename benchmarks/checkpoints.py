@@ -3,8 +3,9 @@
 An MLP and Adam, one thread for torch, pre-batched data. The runs alternate in this
 process: without checkpoints, with ModelCheckpoint, and with ``async_checkpoint`` too. The time is
 that of the steps and of the end of the fit, when every file is complete. The median round counts.
+With ``--wait 1`` a step also waits for 1 ms, as for a GPU.
 
-    python benchmarks/checkpoints.py [--steps 1000] [--rounds 9] [--width 2000] [--every 100]
+    python benchmarks/checkpoints.py [--steps 1000] [--rounds 9] [--width 2000] [--wait 1]
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ from geartrain.callbacks import AsyncCheckpoint, ModelCheckpoint
 
 
 class MLP(gt.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, wait: float) -> None:
         super().__init__()
+        self.wait = wait
         self.net = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
 
     def training_step(self, batch, batch_idx):
         x, y = batch
+        if self.wait:
+            time.sleep(self.wait / 1000)
         return functional.cross_entropy(self.net(x), y)
 
     def configure_optimizers(self):
@@ -68,7 +72,7 @@ def measure(kind: str, options: argparse.Namespace, batches: list[object]) -> tu
             seed=1,
             plugins=plugins,
         )
-        trainer.fit(MLP(options.width), batches)
+        trainer.fit(MLP(options.width, options.wait), batches)
         seconds = watch.stop()
         sizes = [path.stat().st_size for path in Path(folder).glob("*.ckpt")]
     return seconds, max(sizes, default=0)
@@ -79,6 +83,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--width", type=int, default=2000)
+    parser.add_argument("--wait", type=float, default=0.0, help="ms of each step, without work")
     parser.add_argument("--every", type=int, default=100)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--accelerator", default="cpu", choices=("cpu", "cuda"))
