@@ -123,7 +123,7 @@ class Tied(EvalNet):
         self.layers[2].weight = self.layers[0].weight
 
 
-ENTRIES = {"geartrain", "step", "epoch", "model", "module", "hyper_parameters", "fit"}
+ENTRIES = {"geartrain", "step", "epoch", "plan", "model", "module", "hyper_parameters", "fit"}
 
 
 @pytest.mark.parametrize("validate", [True, False])

@@ -361,6 +361,8 @@ def test_the_last_lines_of_a_program_are_written_before_a_failed_rank_ends_it(
     tmp_path, monkeypatch, forced
 ):
     class Failed:
+        exit_code = 1
+
         def finish(self, failed):
             raise gt.TrainingError("rank 1 failed")
 

@@ -39,6 +39,7 @@ GROUPS = {
 #: Required options of plugins.
 OPTIONS = {
     "accumulation_scheduler": ["--accumulation_scheduler.scheduling", '{"0": 2}'],
+    "chaos": ["--chaos.kill", "rank=0,step=100000"],
     "compile": ["--compile.backend", "eager"],  # inductor needs a C++ compiler and a minute
     "early_stopping": ["--early_stopping.monitor", "train_loss"],
     "prediction_writer": ["--prediction_writer.output_dir", "predictions"],
@@ -80,6 +81,7 @@ ADDED = {
     ),
     "overfit": (["--overfit-batches", "1"], {}),
     "provenance": ([], {}),
+    "restarts": (["--max-restarts", "1"], {}),
     "reload_dataloaders": (["--reload-dataloaders-every-n-epochs", "1"], {}),
     "timed_validation": (["--val-check-interval", "00:01:00:00"], {}),
     "training_outputs": (
