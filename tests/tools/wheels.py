@@ -39,7 +39,7 @@ GROUPS = {
 #: Required options of plugins.
 OPTIONS = {
     "accumulation_scheduler": ["--accumulation_scheduler.scheduling", '{"0": 2}'],
-    "chaos": ["--chaos.kill", "rank=0,step=100000"],
+    "chaos": ["--chaos.slow", "rank=0,step=1,seconds=0.1"],
     "compile": ["--compile.backend", "eager"],  # inductor needs a C++ compiler and a minute
     "early_stopping": ["--early_stopping.monitor", "train_loss"],
     "prediction_writer": ["--prediction_writer.output_dir", "predictions"],
