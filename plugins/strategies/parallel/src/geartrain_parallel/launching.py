@@ -144,7 +144,8 @@ def reserve(run: Run, timeout: timedelta) -> list[ClusterEnvironment]:
     """
     local_size, num_nodes = run.plan.layout.processes_per_node, run.plan.num_nodes
     assert local_size is not None
-    if num_nodes == 1:  # the launchers of several nodes do not know each other
+    # The launchers of several nodes do not know each other.
+    if num_nodes == 1 and local_size > 1:
         sealed.share_secret()
     node = nodes.node_rank(num_nodes)
     address, port = nodes.master(num_nodes)
