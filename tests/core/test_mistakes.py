@@ -262,13 +262,6 @@ def test_should_stop_ends_training_after_the_step(batch_idx):
     assert one.global_step == batch_idx + 1
 
 
-def test_a_trainer_shows_its_plan(tmp_path):
-    text = repr(trainer(output=tmp_path / "run"))
-    assert text.startswith("Trainer(accelerator='cpu', devices=[0], strategy='single', ")
-    assert "precision='32-true'" in text
-    assert str(tmp_path / "run") in text
-
-
 class Breaks(Net):
     def training_step(self, batch, batch_idx):
         self.log("loss", 1.0)

@@ -45,8 +45,6 @@ every = hookspec
 
 #: The version of the hooks. Entry points ``geartrain.contract`` name those of a distribution.
 CONTRACT = 1
-#: Version -> what changed in it, for authors of plugins.
-CONTRACT_CHANGES: dict[int, str] = {}
 
 # --- before anything starts -----------------------------------------------------------------------
 

@@ -105,7 +105,10 @@ class Options:
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
-            _check_least(name, getattr(self, name), least)
+            value = getattr(self, name)
+            is_number = isinstance(value, int) and not isinstance(value, bool) and value >= least
+            if not is_number and not (value is None and name in _MAY_BE_NONE):
+                raise UsageError(f"{name}={value!r} must be a whole number, at least {least}.")
         for name in (*_LIMITS, "overfit_batches"):
             _check_limit(name, getattr(self, name), least=0)
         if not isinstance(self.val_check_interval, timedelta):
@@ -144,13 +147,6 @@ class Options:
         if limit is None and stage in ("train", "validate"):
             limit = self.overfit_batches or None
         return limit
-
-
-def _check_least(name: str, value: Any, least: int) -> None:
-    if value is None and name in _MAY_BE_NONE:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UsageError(f"{name}={value!r} must be a whole number, at least {least}.")
 
 
 def _interval(given: Any) -> Any:

@@ -185,11 +185,8 @@ def _warn_of_failed(registry: Registry, choices: _Choices, parts: Sequence[Loade
     for candidate in registry.candidates:
         if candidate.state == "failed" and (candidate.kind, candidate.name.lower()) in names:
             message = f"{candidate.label} is not used: {candidate.reason}"
-            if "Fix: " not in message:
-                home, label = candidate.distribution, candidate.label
-                hint = f"use another version of {home}, or --block {label}"
-                message = f"{message}. Fix: {hint}"
-            warn(message)
+            hint = f"use another version of {candidate.distribution}, or --block {candidate.label}"
+            warn(message if "Fix: " in message else f"{message}. Fix: {hint}")
 
 
 def _as_launched(

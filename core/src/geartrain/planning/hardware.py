@@ -69,9 +69,7 @@ def priority_of(accelerator: Any) -> float:
 def _answer(accelerator: Any, question: str) -> Any:
     try:
         return getattr(accelerator, question)()
-    except BaseException as error:  # a driver's binding may fail in any way, sys.exit included
-        if isinstance(error, KeyboardInterrupt):
-            raise
+    except Exception as error:  # a driver's binding may fail in any way
         message = f"{type(error).__name__}: {error}"
         raise UsageError(f"its {question}() raised {message}") from error
 

@@ -70,8 +70,4 @@ def _distribution(entry_point: EntryPoint) -> str:
 
 
 def _attribute(entry_point: EntryPoint) -> str:
-    """Return the class that an entry point names; empty if its value is malformed."""
-    try:
-        return str(entry_point.attr or "")
-    except (AttributeError, ValueError):
-        return ""
+    return entry_point.value.partition(":")[2].strip()

@@ -24,7 +24,7 @@ from geartrain.errors.distributions import canonical, entry_points
 from geartrain.errors.hints import hint
 from geartrain.errors.known import KNOWN
 from geartrain.hooks.plugin_info import GROUPS, LoadedPlugin, PluginInfo
-from geartrain.hookspecs import CONTRACT, CONTRACT_CHANGES
+from geartrain.hookspecs import CONTRACT
 from geartrain.planning.hardware import (
     printing_to_stderr,
     priority_of,
@@ -394,9 +394,8 @@ def _mismatch(candidate: InstalledPlugin) -> str:
     if contracts and CONTRACT not in contracts:
         newest = max(contracts)
         message = f"it is built for version {newest} of the hooks, and geartrain {__version__} has"
-        changed = [f"; {n}: {CONTRACT_CHANGES[n]}" for n in range(newest + 1, CONTRACT + 1)]
-        remedy = "update its hookimpls" if changed else "pip install -U geartrain"
-        return f"{message} {CONTRACT}{''.join(changed)}. Fix: {remedy}"
+        hint = "update its hookimpls" if newest < CONTRACT else "pip install -U geartrain"
+        return f"{message} {CONTRACT}. Fix: {hint}"
     for line in dist.requires or ():
         try:
             needed = Requirement(line)
@@ -453,9 +452,6 @@ def make(cls: type, label: str, options: Mapping[str, Any]) -> Any:
         if str(error).startswith(label):
             raise
         raise UsageError(f"{label}: {error}") from error
-    except SystemExit as error:
-        message = f"{label}: its __init__ raised SystemExit: {error}"
-        raise UsageError(f"{message}. Fix: raise geartrain.UsageError there") from error
     except Exception as error:
         error.add_note(f"raised while {label} was created")
         raise

@@ -30,12 +30,6 @@ class TrainerBase:
         self.hooks = Hooks(self._setup.parts)
         self._run: Run | None = None
 
-    def __repr__(self) -> str:
-        plan, names = self.plan, [plugin.name for plugin in self.plan.plugins]
-        chosen = f"accelerator={plan.accelerator.name!r}, devices={list(plan.devices)}, "
-        chosen += f"strategy={plan.strategy.name!r}, precision={plan.precision.name!r}"
-        return f"{type(self).__name__}({chosen}, plugins={names}, output={plan.output})"
-
     @property
     def plan(self) -> Plan:
         """The decisions before anything started."""
