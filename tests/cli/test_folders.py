@@ -137,6 +137,7 @@ for _ in range(20):
 """
 
 
+@pytest.mark.drill
 def test_runs_that_start_at_one_moment_have_different_folders(folder):
     programs = [
         subprocess.Popen(
