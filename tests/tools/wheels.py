@@ -42,6 +42,7 @@ OPTIONS = {
     "chaos": ["--chaos.slow", "rank=0,step=1,seconds=0.1"],
     "compile": ["--compile.backend", "eager"],  # inductor needs a C++ compiler and a minute
     "early_stopping": ["--early_stopping.monitor", "train_loss"],
+    "locked": ["--locked.file", "geartrain.lock"],
     "prediction_writer": ["--prediction_writer.output_dir", "predictions"],
     "swa": ["--swa.swa_lrs", "0.1", "--swa.swa_epoch_start", "1"],
     "timer": ["--timer.duration", "00:01:00:00"],
@@ -360,6 +361,8 @@ def check(
     }
     said = []
     selected = [name for name in of_kind["plugin"] if name not in ADDED]
+    if "locked" in selected:
+        call(there.geartrain, "plugins", "lock", cwd=folder)
     if selected:
         chosen = [word for name in selected for word in ("--plugin", name, *OPTIONS.get(name, ()))]
         said.append(fit(there, folder, ["--accelerator", "cpu", *chosen], "+".join(selected)))

@@ -13,6 +13,7 @@ geartrain-callbacks plugin lr_monitor manual_optimisation model_checkpoint model
 geartrain-callbacks plugin norms overfit overrides partial_weights prediction_writer progress
 geartrain-callbacks plugin progress_lines provenance reload_dataloaders swa throughput
 geartrain-callbacks plugin timed_validation timer training_outputs
+geartrain-cli plugin locked
 geartrain-cli command explain fit plugins predict test validate
 geartrain-cuda accelerator cuda
 geartrain-ddp strategy ddp

@@ -80,8 +80,7 @@ def select_strategy(
             f"{needed}. ddp would run this program's command again, and {stuck}. Fix: pip install "
             "geartrain-spawn (or geartrain-dp), put the program in a file, or devices=1"
         )
-    hint = "pip install geartrain-ddp, or devices=1"
-    raise UsageError(f"{needed}, and none is installed. Fix: {hint}")
+    raise UsageError(f"{needed}: none is installed. Fix: pip install geartrain-ddp, or devices=1")
 
 
 def _others(registry: Registry, reason: str) -> dict[str, str]:

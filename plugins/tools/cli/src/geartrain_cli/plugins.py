@@ -1,4 +1,4 @@
-"""``geartrain plugins``: list installed plugins, and why a plugin cannot be used."""
+"""``geartrain plugins``: list installed plugins, and why a plugin cannot be used; lock them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 
 from geartrain import UsageError
 from geartrain.plugin_api import Registry
+from geartrain_cli import lock
 from geartrain_cli.help import CommandParser
 from geartrain_cli.tables import Group, by_version, show, show_text
 
@@ -16,7 +17,13 @@ def command(name: str, argv: list[str]) -> None:
     parser = CommandParser(
         name,
         "list installed plugins, and why a plugin cannot be used",
-        ("geartrain plugins", "geartrain plugins --probe"),
+        ("geartrain plugins", "geartrain plugins --probe", "geartrain plugins lock"),
+    )
+    parser.add_argument(
+        "lock",
+        nargs="*",
+        metavar="[lock [FILE]]",
+        help=f"write versions and hashes of all plugins to FILE ({lock.FILE}), for --locked",
     )
     parser.add_argument(
         "--json",
@@ -41,6 +48,9 @@ def command(name: str, argv: list[str]) -> None:
         raise UsageError(str(error)) from error
     if unknown:
         raise UsageError(f"there is no option {unknown[0]}. Known: --json, --probe, --block NAME")
+    if options.lock:
+        _lock(*options.lock)
+        return
     registry = Registry(options.block)
     if options.probe:
         for candidate in registry.candidates:
@@ -61,3 +71,9 @@ def command(name: str, argv: list[str]) -> None:
         print()
         hint = "geartrain plugins --probe imports each plugin and asks it."
         show_text(f"installed: not probed. {hint}")
+
+
+def _lock(action: str, file: str = lock.FILE, *others: str) -> None:
+    if action != "lock" or others:
+        raise UsageError("the only action is: geartrain plugins lock [FILE]")
+    print(f"{file} has {lock.write(file)} distributions. Use it: geartrain fit TARGET --locked")
