@@ -70,4 +70,6 @@ def test_a_file_that_is_no_lock_file_is_refused(folder, refused):
         (folder / "other.lock").write_text(text)
         message = refused("fit net.py --locked --locked.file other.lock")
         assert "other.lock is no lock file" in message
-    assert "the only action is: geartrain plugins lock [FILE]" in refused("plugins lck")
+    assert "'x' is no action. Fix: geartrain plugins lock [FILE]" in " ".join(
+        refused("plugins lock FILE x").split()
+    )

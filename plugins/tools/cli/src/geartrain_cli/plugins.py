@@ -75,5 +75,6 @@ def command(name: str, argv: list[str]) -> None:
 
 def _lock(action: str, file: str = lock.FILE, *others: str) -> None:
     if action != "lock" or others:
-        raise UsageError("the only action is: geartrain plugins lock [FILE]")
+        unknown = others[0] if action == "lock" else action
+        raise UsageError(f"{unknown!r} is no action. Fix: geartrain plugins lock [FILE]")
     print(f"{file} has {lock.write(file)} distributions. Use it: geartrain fit TARGET --locked")
