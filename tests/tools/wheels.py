@@ -44,6 +44,7 @@ OPTIONS = {
     "early_stopping": ["--early_stopping.monitor", "train_loss"],
     "locked": ["--locked.file", "geartrain.lock"],
     "prediction_writer": ["--prediction_writer.output_dir", "predictions"],
+    "remote": ["--remote.url", "memory://run"],
     "swa": ["--swa.swa_lrs", "0.1", "--swa.swa_epoch_start", "1"],
     "timer": ["--timer.duration", "00:01:00:00"],
     "wandb": ["--wandb.mode", "offline"],

@@ -154,7 +154,7 @@ def find_checkpoint_file(
     elif given == "last":
         path = _last(hooks, output, resumes)
     else:
-        path = user_path(given, "ckpt_path or checkpoint")
+        path = user_path(given, "ckpt_path or checkpoint", reads=True)
     if path.is_file():
         return path
     if path.is_dir():

@@ -22,7 +22,7 @@ _OF_LIGHTNING = {
 
 def load(cls: type[Module], given: str | Path, strict: bool, overrides: dict[str, Any]) -> Any:
     """Return a new module; see :meth:`geartrain.Module.load_from_checkpoint`."""
-    path = user_path(given, "load_from_checkpoint")
+    path = user_path(given, "load_from_checkpoint", reads=True)
     state: Any = read_checkpoint(path)
     # A file of Lightning has the same under its own name.
     name = next((n for n in ("model", "state_dict") if isinstance(state, dict) and n in state), "")

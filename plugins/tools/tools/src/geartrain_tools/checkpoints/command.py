@@ -120,7 +120,7 @@ def _verify(name: str, argv: list[str]) -> None:
         facts = [{"file": str(path), **result.as_dict()} for path, result in found.items()]
         print_json({"damaged": len(damaged), "checkpoints": facts})
     else:
-        folder = user_path(given.path, "PATH")
+        folder = user_path(given.path, "PATH", reads=True)
         folder = folder if folder.is_dir() else folder.parent
         rows = [row for path, result in found.items() for row in _verdict(path, folder, result)]
         print_tables(f"{count} read, {len(damaged) or 'none'} damaged", [table("files", rows)])

@@ -51,7 +51,7 @@ def find_file(given: str) -> Path:
     Raises:
         UsageError: it does not exist, or is a folder.
     """
-    path = user_path(given, "PATH")
+    path = user_path(given, "PATH", reads=True)
     if path.is_dir():
         names = [str(file.relative_to(path)) for file in files_in(path)]
         hint = f"use one of its files: {', '.join(names[:8])}" if names else "use a file"
@@ -70,7 +70,7 @@ def find_files(given: str) -> list[Path]:
     Raises:
         UsageError: it does not exist, or is a folder without a checkpoint.
     """
-    folder = user_path(given, "PATH")
+    folder = user_path(given, "PATH", reads=True)
     if not folder.is_dir():
         return [find_file(given)]
     if found := files_in(folder):
