@@ -52,7 +52,8 @@ class Uploads:
         self.wait()
         staged = self._folder / STAGED
         staged.mkdir(parents=True, exist_ok=True)
-        files, changed = files_in(self._folder), {}
+        files = files_in(self._folder)
+        changed: dict[str, Path] = {}
         # Checkpoints come last: a kill must not leave one without the metrics before it.
         for name in sorted(files, key=lambda name: (name.endswith(SUFFIX), name)):
             try:
