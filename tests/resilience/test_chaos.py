@@ -100,6 +100,12 @@ def test_a_damaged_checkpoint_is_noticed(tmp_path):
         fit(tmp_path / "run", "last", kill="step=99")
 
 
+def test_each_damage_is_noted_as_the_fault_that_it_is(tmp_path):
+    fit(tmp_path / "run", corrupt_checkpoint="step=1;step=8")
+    names = {file.name for file in (tmp_path / "run" / "chaos").iterdir()}
+    assert names == {f"corrupt_checkpoint-rank0-step{step}" for step in (1, 8)}
+
+
 def test_damage_changes_the_file_and_not_its_size(tmp_path):
     file = tmp_path / "file"
     file.write_bytes(b"x" * 1000)

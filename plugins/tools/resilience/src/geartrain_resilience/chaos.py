@@ -113,7 +113,8 @@ class Chaos:
         if not self.faults:
             raise UsageError(f"{_LABEL} has no fault. Fix: --chaos.kill rank=1,step=50")
         self._waiting: list[Fault] = []
-        self._corrupt = False
+        #: The fault that damages the next ``last.ckpt``.
+        self._corrupting: Fault | None = None
 
     @hookimpl
     def check_plan(self, plan: Plan) -> None:
@@ -161,17 +162,16 @@ class Chaos:
             if fault.step == run.step + 1:
                 self._waiting.remove(fault)
                 if fault.kind == "corrupt_checkpoint":
-                    self._corrupt = True
+                    self._corrupting = fault
                     continue
-                (_folder(run) / fault.name).write_text(str(time.time()), encoding="utf-8")
+                _note(fault, run)
                 fire(fault, run)
 
     @hookimpl
     def on_checkpoint_saved(self, run: Run, path: Path) -> None:
-        if self._corrupt and path.name == "last.ckpt":
-            self._corrupt = False
-            fault = next(f for f in self.faults if f.kind == "corrupt_checkpoint")
-            (_folder(run) / fault.name).write_text(str(time.time()), encoding="utf-8")
+        if self._corrupting is not None and path.name == "last.ckpt":
+            _note(self._corrupting, run)
+            self._corrupting = None
             damage(path)
 
 
@@ -207,6 +207,11 @@ def damage(path: Path) -> None:
     with path.open("r+b") as file:
         file.seek(path.stat().st_size // 2)
         file.write(bytes(64))
+
+
+def _note(fault: Fault, run: Run) -> None:
+    """Write when a fault fires, before it does."""
+    (_folder(run) / fault.name).write_text(str(time.time()), encoding="utf-8")
 
 
 def _folder(run: Run) -> Path:
