@@ -61,7 +61,7 @@ def command(name: str, argv: list[str], target: Target | None = None) -> None:
             given = f"there is no {argv[0]!r} to verify. {nearest(argv[0], ['resume'])}"
         raise UsageError(f"{given} Fix: geartrain {name} resume TARGET")
     summary = "train, kill, resume, and compare every step with a run without a kill"
-    parser = CommandParser(f"geartrain {name} resume TARGET", summary, _EXAMPLES)
+    parser = CommandParser(f"{name} resume TARGET", summary, _EXAMPLES)
     parser.add_argument("--kills", type=int, default=3, help="kills, each in a new run; default 3")
     parser.add_argument(
         "--steps", type=int, default=20, help="steps of each run; default 20; 0: as many as fit has"
