@@ -2,9 +2,9 @@
 
 python benchmarks/restarts.py [--repeats 5] [--ranks 1,2]
 
-A rank gets SIGKILL in step 6. torchrun runs a script written by hand that does the same work: DDP
-on gloo, a checkpoint after each epoch, and the resume. The two take turns. The time ends when rank
-0 has done the first step after the restart.
+A rank gets SIGKILL in step 6, after 15 seconds. torchrun runs a script written by hand that does
+the same work: DDP on gloo, a checkpoint after each epoch, and the resume. The two take turns. The
+time ends when rank 0 has done the first step after the restart.
 """
 
 from __future__ import annotations
@@ -23,9 +23,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-#: True in a process that began after the fault.
-RESTARTED = os.path.exists("fault")
-
 def make():
     return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 1))
 
@@ -35,12 +32,13 @@ def data():
 
 def fault(rank, ranks, step):
     if rank == ranks - 1 and step == 6 and not os.path.exists("fault"):
+        time.sleep(15)  # the run has trained for a while: the next process is ready
         with open("fault", "w") as file:
             file.write(str(time.time()))
         os.kill(os.getpid(), signal.SIGKILL)
 
 def stepped(rank):
-    if rank == 0 and RESTARTED and not os.path.exists("after"):
+    if rank == 0 and os.path.exists("fault") and not os.path.exists("after"):
         with open("after", "w") as file:
             file.write(str(time.time()))
 """
@@ -73,8 +71,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
-dist.init_process_group("gloo")
-rank, ranks = dist.get_rank(), dist.get_world_size()
+# torchrun's store outlives the restart, and gloo would find the addresses of the dead ranks in it.
+store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+store = dist.PrefixStore("restart " + os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
 torch.manual_seed(1)
 model = DistributedDataParallel(make())
 optimizer = torch.optim.Adam(model.parameters())

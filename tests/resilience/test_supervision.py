@@ -18,11 +18,22 @@ BEGIN = """
 import json, os, signal, subprocess, sys, time
 from geartrain_resilience.exchange import Attempt, Report, Steps
 attempt = Attempt.current()
+with open("started", "a") as file:
+    file.write(f"{os.getpid()}\\n")
+if attempt.turn is not None and os.path.exists("broken"):
+    sys.exit(3)
+attempt.wait_for_turn()
+attempt = Attempt.current()
 with open("attempts", "a") as file:
     file.write(json.dumps([attempt.options, attempt.failure]) + "\\n")
 def done(*steps):
     for rank, step in enumerate(steps):
         Steps(attempt.folder).write(rank, step)
+def waiting():
+    # until the next process has started; return its id
+    while len(pids := open("started").read().split()) < 2:
+        time.sleep(0.01)
+    return pids[1]
 def fails(error, ranks=2):
     Report.of(error, ranks).write(attempt.folder)
     sys.exit(1)
@@ -59,6 +70,38 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(supervise, tmp_path, capf
     first, resumed = {"output": str(tmp_path)}, {"output": str(tmp_path), "resume": "auto"}
     assert (code, attempts) == (0, [[first, ""], [resumed, failure], [resumed, failure]])
     assert capfd.readouterr().err == ""  # the run itself tells from where it goes on
+
+
+KILLED_LATER = """
+done(6, 6)
+if attempt.number == 0:
+    waiting()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_next_process_waits_while_the_run_trains(supervise, tmp_path):
+    code, attempts = supervise(KILLED_LATER, limit=1)
+    assert (code, len(attempts)) == (0, 2)
+    assert attempts[1][1] == "rank 0 was ended by SIGKILL in step 7"
+    assert len(Path("started").read_text().split()) == 2
+
+
+def test_a_process_that_waits_for_nothing_is_ended(supervise):
+    code, attempts = supervise("done(6, 6)\nwaiting()")
+    assert (code, len(attempts)) == (0, 1)
+    _, pid = map(int, Path("started").read_text().split())
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_a_process_that_fails_while_it_waits_is_replaced(supervise):
+    Path("broken").touch()
+    ended = 'while " Z " not in open(f"/proc/{pid}/stat").read(): time.sleep(0.01)'
+    program = KILLED_LATER.replace("waiting()", f"pid = waiting()\n    {ended}")
+    code, attempts = supervise(program, limit=1)
+    assert (code, len(attempts)) == (0, 2)
+    assert len(Path("started").read_text().split()) == 3
 
 
 def test_after_the_last_restart_the_run_has_failed(supervise, capfd):

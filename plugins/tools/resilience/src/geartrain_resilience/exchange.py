@@ -40,6 +40,8 @@ class Attempt:
     failure: str = ""
     #: The lines of each file of metrics before the first attempt.
     lines: Mapping[str, int] = field(default_factory=dict)
+    #: Of a process that waits for its turn: the descriptor from which it then reads its attempt.
+    turn: int | None = None
 
     @classmethod
     def current(cls) -> Attempt | None:
@@ -54,6 +56,20 @@ class Attempt:
 
     def variable(self) -> dict[str, str]:
         return {VARIABLE: json.dumps(asdict(self))}
+
+    def wait_for_turn(self) -> None:
+        """Wait until the attempt before has failed, if this process was started before.
+
+        Raises:
+            SystemExit: the supervisor has ended, or needs this process no more.
+        """
+        if self.turn is None:
+            return
+        with open(self.turn, "rb") as pipe:
+            text = pipe.read()
+        if not text:
+            raise SystemExit(1)
+        os.environ[VARIABLE] = text.decode()
 
 
 class Steps:

@@ -66,6 +66,7 @@ class Restarts:
                 die_with_parent()
                 if os.getppid() != attempt.supervisor:
                     raise SystemExit(1)  # it has gone meanwhile
+                attempt.wait_for_turn()
             return None
         reason = reason_not_rerunnable()
         if reason:

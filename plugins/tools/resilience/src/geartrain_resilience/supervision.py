@@ -17,10 +17,10 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 from geartrain.plugin_api import START_DIRECTORY
 from geartrain_parallel import Patience
@@ -61,8 +61,31 @@ class Failure:
         return f"{self.text} in step {self.step}" if self.step else f"{self.text} before step 1"
 
 
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """A process of one attempt."""
+
+    process: subprocess.Popen[bytes]
+    #: The file for its standard output, if that is kept.
+    out: IO[bytes] | None
+    #: The end of a pipe: it waits until it reads its attempt there.
+    turn: int | None
+
+    def close(self) -> None:
+        """Kill the process if it waits, and close the files."""
+        if self.turn is not None:
+            self.process.kill()
+            self.process.wait()
+            os.close(self.turn)
+        if self.out is not None:
+            self.out.close()
+
+
 class Supervisor:
     """Runs a command, and runs it again after a failure.
+
+    While an attempt trains, the process of the next one imports, plans and waits. So a restart
+    does not wait for imports, which take most of its time.
 
     Args:
         command: the command.
@@ -92,6 +115,8 @@ class Supervisor:
         #: The signals that this process got.
         self._received: list[int] = []
         self._process: subprocess.Popen[bytes] | None = None
+        #: The process that waits.
+        self._next: _Started | None = None
 
     def run(self) -> int:
         """Run the command until it is done, or restarts do not help.
@@ -115,7 +140,7 @@ class Supervisor:
                 while True:
                     code, steps = self._run_once(attempt)
                     if code != DONE:
-                        end_orphans(kept)
+                        end_orphans([*kept, *([self._next.process.pid] if self._next else [])])
                     report = Report.read(self._folder)
                     if code in (DONE, WRONG_USAGE, PREEMPTED):
                         return code
@@ -135,42 +160,60 @@ class Supervisor:
                         _say(f"{failure}. The run ends: it was started again {self._limit} times")
                         return _FAILED
                     before = failure
-                    attempt = replace(
-                        attempt,
-                        number=attempt.number + 1,
-                        failure=str(failure),
-                        options={**attempt.options, "resume": "auto"},
-                    )
+                    attempt = replace(_after(attempt), failure=str(failure))
         finally:
+            if self._next is not None:
+                self._next.close()
             adopt_orphans(False)
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _run_once(self, attempt: Attempt) -> tuple[int, list[int]]:
         """Return the exit code, and the steps of each rank."""
         steps = Steps(self._folder, self._ranks)
-        out = None if self._stdout is None else tempfile.TemporaryFile()  # noqa: SIM115
+        started = self._take_turn(attempt) or self._start(attempt)
         try:
-            self._process = subprocess.Popen(
-                self._command,
-                cwd=START_DIRECTORY,
-                env={**os.environ, **attempt.variable()},
-                stdout=out,
-                start_new_session=True,  # so that Ctrl-C reaches it once, from this process
-            )
+            self._process = started.process
             for number in self._received:  # since the last attempt
                 self._process.send_signal(number)
-            code = self._wait(self._process)
-            if out is not None and self._stdout is not None:
-                out.seek(0)
-                self._result = out.read()
+            code = self._wait(attempt, self._process, steps)
+            if started.out is not None:
+                started.out.seek(0)
+                self._result = started.out.read()
             return code, steps.read()
         finally:
             self._process = None
             steps.close()
-            if out is not None:
-                out.close()
+            started.close()
 
-    def _wait(self, process: subprocess.Popen[bytes]) -> int:
+    def _start(self, attempt: Attempt, waits: bool = False) -> _Started:
+        out = None if self._stdout is None else tempfile.TemporaryFile()  # noqa: SIM115
+        reader, writer = os.pipe() if waits else (None, None)
+        process = subprocess.Popen(
+            self._command,
+            cwd=START_DIRECTORY,
+            env={**os.environ, **replace(attempt, turn=reader).variable()},
+            stdout=out,
+            pass_fds=() if reader is None else (reader,),
+            start_new_session=True,  # so that Ctrl-C reaches it once, from this process
+        )
+        if reader is not None:
+            os.close(reader)
+        return _Started(process, out, writer)
+
+    def _take_turn(self, attempt: Attempt) -> _Started | None:
+        """Let the process that waits make this attempt; ``None`` if there is none."""
+        waiting, self._next = self._next, None
+        if waiting is None or waiting.turn is None:
+            return None
+        try:
+            os.write(waiting.turn, json.dumps(asdict(attempt)).encode())
+        except BrokenPipeError:  # it has failed; a new process shows the error
+            waiting.close()
+            return None
+        os.close(waiting.turn)
+        return replace(waiting, turn=None)
+
+    def _wait(self, attempt: Attempt, process: subprocess.Popen[bytes], steps: Steps) -> int:
         """Wait for the run, and kill it if it was stopped (SIGSTOP) for long; return its code.
 
         The ranks that the run has started are watched by the run itself.
@@ -179,6 +222,8 @@ class Supervisor:
         while True:
             with suppress(subprocess.TimeoutExpired):
                 return process.wait(_PERIOD)
+            if self._next is None and attempt.number < self._limit and any(steps.read()):
+                self._next = self._start(_after(attempt), waits=True)
             stopped = stopped + _PERIOD if is_stopped(process.pid) else 0.0
             if stopped >= patience.stopped:
                 self._was_stopped = True
@@ -227,6 +272,12 @@ class Supervisor:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _after(attempt: Attempt) -> Attempt:
+    """Return the attempt after this one; its failure is not known yet."""
+    options = {**attempt.options, "resume": "auto"}
+    return replace(attempt, number=attempt.number + 1, options=options)
 
 
 def _failure(code: int, report: Report | None, steps: list[int], was_stopped: bool) -> Failure:
