@@ -124,7 +124,7 @@ class Net(gt.Module):
 @pytest.mark.parametrize(("forgets", "code"), [("false", 0), ("true", 1)])
 def test_the_command_trains_kills_resumes_and_compares(tmp_path, forgets, code):
     (tmp_path / "net.py").write_text(MODULE)
-    main = "from geartrain.commands import main; main()"
+    main = "import sys; from geartrain.commands import main; sys.exit(main())"
     argv = ["verify", "resume", "net.py", "--kills", "1", "--steps", "5", "--seed", "1"]
     done = subprocess.run(
         [sys.executable, "-c", main, *argv, "--model.forgets", forgets],
