@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -237,21 +238,21 @@ def test_an_interrupted_upload_replaces_nothing(bucket, server, monkeypatch):
     assert bucket.names() == {"last.ckpt"}
 
 
-@pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_a_store_without_atomic_uploads_gets_a_rename(scheme, bucket, tmp_path):
-    store = Store(f"{scheme}://{tmp_path}/store")
-    Path("file").write_bytes(b"whole")
-    store.put(Path("file"), "checkpoints/a.ckpt")
-    Path("file").unlink()
-    os.mkfifo("file")  # which cannot be read to its end
-    writer = threading.Thread(target=lambda: Path("file").open("wb").close())
-    writer.start()
-    with pytest.raises(TrainingError, match="could not be uploaded"):
-        store.put(Path("file"), "checkpoints/a.ckpt")
-    writer.join(1)
+def test_a_full_disk_replaces_nothing(tmp_path):
+    store, file = Store(f"file://{tmp_path}/store"), tmp_path / "file"
+    file.write_bytes(b"whole")
+    store.put(file, "checkpoints/a.ckpt")
+    file.write_bytes(bytes(200_000))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(TrainingError, match=r"a.ckpt could not be uploaded: .*too large"):
+            store.put(file, "checkpoints/a.ckpt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert store.files() == {"checkpoints/a.ckpt": 5}
-    store.get("checkpoints/a.ckpt", Path("copy"))
-    assert Path("copy").read_bytes() == b"whole"
+    store.get("checkpoints/a.ckpt", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == b"whole"
 
 
 def test_a_server_that_is_gone_is_one_clear_error(bucket, server, monkeypatch):
