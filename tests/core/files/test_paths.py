@@ -121,8 +121,9 @@ def test_a_checkpoint_is_found_in_the_home_folder(home, monkeypatch):
     again = trainer(max_epochs=2)
     again.fit(Net(), loader(), ckpt_path=os.path.join("~", "run", "last.ckpt"))
     assert again.global_step == 12
-    monkeypatch.setitem(sys.modules, "geartrain_remote.copies", None)  # as if not installed
-    message = r"ckpt_path or checkpoint='s3://b/last.ckpt' is a URL.*geartrain-remote"
+    # As if it were not installed.
+    monkeypatch.setitem(sys.modules, "geartrain_resilience.remote.copies", None)
+    message = r"ckpt_path or checkpoint='s3://b/last.ckpt' is a URL.*geartrain-resilience"
     with pytest.raises(UsageError, match=message):
         trainer().fit(Net(), loader(), ckpt_path="s3://b/last.ckpt")
 

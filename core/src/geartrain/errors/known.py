@@ -24,8 +24,7 @@ geartrain-monitor plugin device_stats profile
 geartrain-mps accelerator mps
 geartrain-parallel plugin sync_batchnorm
 geartrain-port command port
-geartrain-remote plugin remote
-geartrain-resilience plugin chaos preemption restarts
+geartrain-resilience plugin chaos preemption remote restarts
 geartrain-session
 geartrain-spawn strategy ddp_spawn spawn
 geartrain-tensorboard plugin tensorboard

@@ -19,7 +19,7 @@ def user_path(given: Any, name: str, reads: bool = False) -> Path:
 
     Args:
         name: the option, for errors: ``"output"``, ``"geartrain-callbacks[csv]: path"``.
-        reads: True for a checkpoint to read: of a URL, geartrain-remote makes a local copy.
+        reads: True for a checkpoint to read: of a URL, geartrain-resilience makes a local copy.
 
     Raises:
         UsageError: a URL, the home folder of an unknown user, an empty string, or no path at all.
@@ -27,11 +27,11 @@ def user_path(given: Any, name: str, reads: bool = False) -> Path:
     if not isinstance(given, str | Path) or not str(given):
         raise UsageError(f"{name}={given!r} is not a path. Fix: a file or folder of this machine")
     if _URL.match(str(given)):
-        if reads and (remote := import_optional("geartrain_remote.copies")):
+        if reads and (remote := import_optional("geartrain_resilience.remote.copies")):
             return Path(remote.local_copy(given, name))
         raise UsageError(
             f"{name}={str(given)!r} is a URL, and geartrain reads and writes files only. Fix: use "
-            "a path; geartrain-remote reads such checkpoints, and its --plugin remote uploads runs"
+            "a path; geartrain-resilience reads such checkpoints, and --plugin remote uploads runs"
         )
     path = os.path.expanduser(given)
     if str(path).startswith("~"):

@@ -9,7 +9,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from geartrain import UsageError
-from geartrain_remote.store import Store, check_url
+from geartrain_resilience.remote.store import Store, check_url
 
 
 def local_copy(given: object, name: str) -> Path:

@@ -13,10 +13,10 @@ from filelock import FileLock
 
 from geartrain import Plan, Run, TrainingError, UsageError, hookimpl
 from geartrain.plugin_api import ClusterEnvironment, detect, warn
-from geartrain_remote.store import Progress, Store, check_url, progress, tail
-from geartrain_remote.uploads import STAGED, SUFFIX, Uploads, files_in, stamp
+from geartrain_resilience.remote.store import Progress, Store, check_url, progress, tail
+from geartrain_resilience.remote.uploads import STAGED, SUFFIX, Uploads, files_in, stamp
 
-_LABEL = "geartrain-remote[remote]"
+_LABEL = "geartrain-resilience[remote]"
 
 
 class Remote:

@@ -20,8 +20,8 @@ from geartrain import TrainingError, UsageError, hookimpl
 from geartrain.callbacks import AsyncCheckpoint, ModelCheckpoint
 from geartrain.testing import run_plugin
 from geartrain_cli.command_line import main
-from geartrain_remote.remote import Remote
-from geartrain_remote.store import Store
+from geartrain_resilience.remote.plugin import Remote
+from geartrain_resilience.remote.store import Store
 
 
 def fit(url, epochs=2, output="run", ckpt_path=None, plugins=()):

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 from geartrain import TrainingError
-from geartrain_remote.store import Store, is_hidden
+from geartrain_resilience.remote.store import Store, is_hidden
 
 #: Files that only the machine of the run needs.
 _LOCAL = {"run.lock", "preempt"}

@@ -1,3 +1,0 @@
-"""The same version as geartrain's; a test checks it."""
-
-__version__ = "0.1.0"
