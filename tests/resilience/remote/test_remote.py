@@ -83,7 +83,7 @@ class Kill:
 
 fit(sys.argv[1], 4, plugins=[Kill()])
 """
-    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "shared")]
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "shared")]
     done = subprocess.run([sys.executable, "-c", program, bucket.url, *folders], timeout=120)
     assert done.returncode == -signal.SIGKILL
     shutil.rmtree("run")
