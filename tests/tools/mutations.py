@@ -170,7 +170,7 @@ CHANGES = {
                 "a validation interval across epochs starts from scratch",
             ),
         ],
-        "plugins/callbacks/callbacks/src/geartrain_callbacks/model_checkpoint.py": [
+        "plugins/callbacks/callbacks/src/geartrain_callbacks/best_files.py": [
             (
                 "if 0 < self.save_top_k <= len(ranked)",
                 "if 0 < self.save_top_k < len(ranked)",
