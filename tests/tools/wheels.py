@@ -477,7 +477,7 @@ def added_target(folder: Path, plugin: str):
 
 def fit(there: Environment, folder: Path, chosen: list[str], label: str, target: str = "target.py"):
     """Train two steps. Return facts to print. If the machine cannot run it, check the error."""
-    output = folder / f"run of {label}"
+    output = folder / f"run of {label[:99]}"  # a name has at most 255 bytes
     done = call(
         there.geartrain,
         "fit",
