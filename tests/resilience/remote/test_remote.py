@@ -12,8 +12,10 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from small_models import EvalNet, Net, assert_equal, loader, trainer, weights
 
 from geartrain import TrainingError, UsageError, hookimpl
@@ -22,6 +24,7 @@ from geartrain.testing import run_plugin
 from geartrain_cli.command_line import main
 from geartrain_resilience.remote.plugin import Remote
 from geartrain_resilience.remote.store import Store
+from geartrain_resilience.remote.uploads import Uploads
 
 
 def fit(url, epochs=2, output="run", ckpt_path=None, plugins=()):
@@ -159,6 +162,56 @@ def test_after_an_error_everything_is_in_the_store(bucket):
     assert bucket.read("last.ckpt") == Path("run/last.ckpt").read_bytes()
 
 
+class HeldStore(MemoryFileSystem):
+    """A store that takes the first ``last.ckpt`` only after ``released`` is set."""
+
+    protocol = "held"
+    released = threading.Event()
+
+    def put_file(self, lpath, rpath, **options):
+        if "last.ckpt" in rpath:
+            assert self.released.wait(60)
+        super().put_file(lpath, rpath, **options)
+
+
+class CtrlC:
+    """Presses Ctrl-C once the training thread waits for the thread that uploads."""
+
+    @hookimpl
+    def on_checkpoint_saved(self):
+        if not self._presses.is_alive():
+            self._presses.start()
+
+    @hookimpl
+    def on_exception(self):
+        HeldStore.released.set()
+
+    def __init__(self):
+        self._presses = threading.Thread(target=self._press, daemon=True)
+
+    def _press(self):
+        while True:
+            frame = sys._current_frames()[threading.main_thread().ident]
+            while frame is not None:
+                if frame.f_code is Uploads.wait.__code__:
+                    os.kill(os.getpid(), signal.SIGINT)
+                    return
+                frame = frame.f_back
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_ctrl_c_while_the_run_waits_for_the_store(tmp_path, monkeypatch, epochs):
+    monkeypatch.chdir(tmp_path)
+    fsspec.register_implementation("held", HeldStore, clobber=True)
+    HeldStore.released.clear()
+    url = f"held://runs/{epochs}"
+    with pytest.raises(KeyboardInterrupt):
+        fit(url, epochs, plugins=[CtrlC()])
+    assert Store(url).files().keys() == local_files()
+    Store(url).get("last.ckpt", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == Path("run/last.ckpt").read_bytes()
+
+
 def test_a_run_that_fails_before_its_first_checkpoint_may_be_started_again(bucket):
     with pytest.raises(KeyboardInterrupt):
         fit(bucket.url, 1, plugins=[Fails(2)])
@@ -275,6 +328,23 @@ def test_a_server_that_is_gone_is_one_clear_error(bucket, server, monkeypatch):
     assert not any("and then" in note for note in caught.value.__notes__)
     assert json.loads(Path("run/summary.json").read_text())["status"] == "failed"
     assert Path("run/last.ckpt").exists()
+    assert not Path("run/.remote").exists()
+
+
+def test_a_failed_upload_does_not_hide_the_error_of_the_run(bucket, server, monkeypatch):
+    proxy = Cut(server, size=0)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+
+    class Goes(Fails):
+        @hookimpl
+        def on_exception(self):
+            proxy.cut.set()
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        fit(bucket.url, 3, plugins=[Goes(8)])
+    proxy.close()
+    assert any("could not be uploaded" in note for note in caught.value.__notes__)
+    assert not Path("run/.remote").exists()
 
 
 def test_a_store_that_cannot_be_reached_ends_before_the_start(bucket, monkeypatch):

@@ -167,29 +167,22 @@ class Remote:
                 warn(f"{message}. Fix: save it in that folder")
             self._warned = True
             return
-        uploads, self._uploads = self._uploads, None  # after an error, none follows
-        uploads.start()
-        self._uploads = uploads
+        self._uploads.start()
 
     @hookimpl(wrapper=True)  # after the others, which write the last of their files here
     def on_run_end(self, run: Run) -> Generator[None, Any, Any]:
         results = yield
-        uploads, self._uploads = self._uploads, None
-        if uploads is not None:
-            uploads.finish()
+        if self._uploads is not None:
+            self._uploads.finish()
         return results
 
     @hookimpl(wrapper=True)
-    def on_exception(self, run: Run, error: BaseException) -> Generator[None, Any, Any]:
+    def on_exception(self) -> Generator[None, Any, Any]:
         try:
             return (yield)
         finally:
-            uploads, self._uploads = self._uploads, None
-            if uploads is not None:
-                try:
-                    uploads.finish(only_after_checkpoint=True)
-                except TrainingError as second:
-                    error.add_note(f"and then: {second}")
+            if self._uploads is not None:
+                self._uploads.finish(only_after_checkpoint=True)
 
 
 def _furthest(ends: Iterable[bytes]) -> Progress:

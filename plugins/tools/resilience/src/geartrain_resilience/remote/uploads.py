@@ -7,7 +7,6 @@ import shutil
 import threading
 from pathlib import Path
 
-from geartrain import TrainingError
 from geartrain_resilience.remote.store import Store, is_hidden
 
 #: Files that only the machine of the run needs.
@@ -40,6 +39,8 @@ class Uploads:
         self._url, self._folder, self._known, self._stored = url, folder, known, stored
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        #: True once an error was raised: nothing is uploaded after it.
+        self._failed = False
 
     def start(self) -> None:
         """Upload what has changed, in the background, after the uploads before.
@@ -50,10 +51,13 @@ class Uploads:
             TrainingError: an earlier upload failed.
         """
         self.wait()
+        if self._failed:
+            return
         staged = self._folder / STAGED
         staged.mkdir(parents=True, exist_ok=True)
         files = files_in(self._folder)
         changed: dict[str, Path] = {}
+        stamps: dict[str, object] = {}
         # Checkpoints come last: a kill must not leave one without the metrics before it.
         for name in sorted(files, key=lambda name: (name.endswith(SUFFIX), name)):
             try:
@@ -63,14 +67,11 @@ class Uploads:
                 copy = staged / str(len(changed))
                 copy.unlink(missing_ok=True)
                 _stage(files[name], copy, name.endswith(SUFFIX))
-                self._known[name], changed[name] = before, copy
+                stamps[name], changed[name] = before, copy
             except FileNotFoundError:  # removed meanwhile
                 continue
         kept = {name for name in files if name.endswith(SUFFIX)}
         gone = self._stored - kept if "plan.json" in files else set()
-        self._stored = kept | (self._stored - gone)
-        for name in gone:
-            self._known.pop(name, None)
         self._thread = threading.Thread(
             # If a second Ctrl-C ends the program, Python does not wait for the store.
             target=self._upload,
@@ -79,6 +80,11 @@ class Uploads:
             daemon=True,
         )
         self._thread.start()
+        # Not before: after a Ctrl-C above, the next call begins again.
+        self._known.update(stamps)
+        self._stored = kept | (self._stored - gone)
+        for name in gone:
+            self._known.pop(name, None)
 
     def _upload(self, changed: dict[str, Path], gone: set[str]) -> None:
         try:
@@ -101,11 +107,9 @@ class Uploads:
             self._thread.join()
             self._thread = None
         error, self._error = self._error, None
-        if isinstance(error, TrainingError):
-            raise error
         if error is not None:
-            message = f"the upload to {self._url} failed: {type(error).__name__}: {error}"
-            raise TrainingError(message) from error
+            self._failed = True
+            raise error
 
     def finish(self, only_after_checkpoint: bool = False) -> None:
         """Upload the rest and wait for it.
@@ -123,7 +127,8 @@ class Uploads:
                 self.start()
             self.wait()
         finally:
-            shutil.rmtree(self._folder / STAGED, ignore_errors=True)
+            if self._thread is None:  # after Ctrl-C it still reads these files
+                shutil.rmtree(self._folder / STAGED, ignore_errors=True)
 
 
 def stamp(path: Path) -> object:
