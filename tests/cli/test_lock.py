@@ -62,11 +62,18 @@ def test_a_rank_that_makes_no_plan_checks_too(locked, folder):
         rank.on_run_start(run=None)
 
 
+def test_options_of_the_list_are_not_ignored_by_lock(refused):
+    for option in ("--json", "--probe", "--block csv"):
+        name = option.partition(" ")[0]
+        assert f"lock takes no {name}. Fix: " in " ".join(refused(f"plugins lock {option}").split())
+
+
 def test_a_file_that_is_no_lock_file_is_refused(folder, refused):
     assert "there is no geartrain.lock. Fix: geartrain plugins lock" in " ".join(
         refused("fit net.py --locked").split()
     )
-    for text in ("{", "[]", "{}"):
+    assert ". is no lock file" in refused("fit net.py --locked --locked.file .")
+    for text in ("{", "[]", "{}", '{"locked": 1}'):
         (folder / "other.lock").write_text(text)
         message = refused("fit net.py --locked --locked.file other.lock")
         assert "other.lock is no lock file" in message

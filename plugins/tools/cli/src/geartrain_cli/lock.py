@@ -35,10 +35,11 @@ class Locked:
     def __init__(self, file: str = FILE) -> None:
         self.file = user_path(file, "locked.file").absolute()
         try:
-            self._locked: dict[str, dict[str, str]] = json.loads(self.file.read_bytes())["locked"]
+            self._locked: dict[str, dict[str, str]]
+            self._locked = dict(json.loads(self.file.read_bytes())["locked"])
         except FileNotFoundError:
             raise UsageError(f"there is no {file}. Fix: geartrain plugins lock {file}") from None
-        except (ValueError, LookupError, TypeError) as error:
+        except (OSError, ValueError, LookupError, TypeError) as error:
             message = f"{file} is no lock file ({type(error).__name__})"
             raise UsageError(f"{message}. Fix: geartrain plugins lock {file}") from error
         self._checked_by: int | None = None
@@ -79,7 +80,7 @@ def installed() -> dict[str, dict[str, str]]:
     for distribution in distributions():
         try:
             name, declared = distribution.metadata["Name"], distribution.entry_points
-        except Exception:  # broken metadata, which the registry leaves out, too, with a warning
+        except Exception:  # broken metadata: no plugin of it can be selected, and a warning says so
             continue
         points = [ep for ep in declared if ep.group.startswith("geartrain.")]
         if name in found or not (points or name == "torch" or name.startswith("geartrain-")):
@@ -116,7 +117,7 @@ def _files(package: str) -> Iterator[tuple[str, Path]]:
 def differences(
     locked: Mapping[str, Mapping[str, str]], found: Mapping[str, Mapping[str, str]]
 ) -> Iterator[str]:
-    """Yield each difference of what is installed to what is locked, as a clause of an error."""
+    """Yield each difference between the lock file and the installation, as part of an error."""
     for name in sorted({*locked, *found}):
         before, current = locked.get(name), found.get(name)
         if before is None or current is None:

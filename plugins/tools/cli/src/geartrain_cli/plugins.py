@@ -49,6 +49,8 @@ def command(name: str, argv: list[str]) -> None:
     if unknown:
         raise UsageError(f"there is no option {unknown[0]}. Known: --json, --probe, --block NAME")
     if options.lock:
+        if others := [argument for argument in argv if argument.startswith("--")]:
+            raise UsageError(f"lock takes no {others[0]}. Fix: geartrain plugins lock [FILE]")
         _lock(*options.lock)
         return
     registry = Registry(options.block)
