@@ -69,7 +69,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(supervise, tmp_path, capf
     failure = "rank 0 was ended by SIGKILL in step 7"
     first, resumed = {"output": str(tmp_path)}, {"output": str(tmp_path), "resume": "auto"}
     assert (code, attempts) == (0, [[first, ""], [resumed, failure], [resumed, failure]])
-    assert capfd.readouterr().err == ""  # the run itself tells from where it goes on
+    assert capfd.readouterr().err == ""  # the run, not the supervisor, prints from where it resumes
 
 
 KILLED_LATER = """

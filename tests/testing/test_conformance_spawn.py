@@ -19,7 +19,7 @@ STARTED = (
 
 class TestForkserver(StrategyConformance):
     strategy = "ddp_spawn"
-    # tests/spawn/test_failures.py has what is left.
+    # tests/spawn/test_failures.py tests by default that no process is left.
     matrix = r"^(?!test_(equals_one_process\[sgd\]|caller|metadata))"
 
 

@@ -77,7 +77,7 @@ def test_metadata_is_read_again_only_after_something_was_installed(dists, monkey
     dists.strategy("gossip")
     first, second = Registry(), Registry(block=["gossip"])
     assert len(scans) == 1
-    assert found(first, "gossip").state == "available", "what one registry is told changes no other"
+    assert found(first, "gossip").state == "available", "a block in one registry changes no other"
     assert found(second, "gossip").state == "blocked"
     dists.strategy("rumour")
     assert found(Registry(), "rumour").state == "available"

@@ -23,7 +23,7 @@ _one_probe = threading.RLock()
 
 @contextmanager
 def printing_to_stderr() -> Iterator[None]:
-    """Send what a plugin prints to stderr: it is probed though nobody selected it."""
+    """Send what a plugin prints to stderr while it is probed: nobody selected it."""
     with _one_probe, redirect_stdout(sys.stderr):
         yield
 

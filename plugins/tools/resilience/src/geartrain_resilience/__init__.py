@@ -6,8 +6,8 @@
 - ``processes``: the processes that a failed run left.
 - ``preemption``: the plugin that saves and ends when a signal asks for it.
 - ``chaos``: the plugin that causes faults.
-- ``remote``: the plugin that keeps a run in another store too.
-- ``exchange``: what a run tells its supervisor, and the other way round.
+- ``remote``: the plugin that keeps a run in a remote store too.
+- ``exchange``: the messages between a run and its supervisor.
 """
 
 from geartrain_resilience._version import __version__ as __version__

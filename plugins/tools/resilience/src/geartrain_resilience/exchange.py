@@ -1,4 +1,4 @@
-"""What the supervisor tells a run by its environment, and a run its supervisor by files."""
+"""Messages between the supervisor and a run: an environment variable, a pipe, and files."""
 
 from __future__ import annotations
 
