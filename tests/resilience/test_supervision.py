@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -46,8 +47,8 @@ def supervise(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("geartrain_resilience.supervision.START_DIRECTORY", str(tmp_path))
 
-    def run(program, limit=3, ranks=2, max_steps=-1, stdout=None):
-        command = [sys.executable, "-c", BEGIN + program]
+    def run(program, limit=3, ranks=2, max_steps=-1, stdout=None, arguments=()):
+        command = [sys.executable, "-c", BEGIN + program, *arguments]
         supervisor = Supervisor(command, limit, tmp_path, ranks, max_steps, {}, stdout)
         code = supervisor.run()
         supervisor.print_result()
@@ -85,6 +86,19 @@ def test_the_next_process_waits_while_the_run_trains(supervise, tmp_path):
     assert (code, len(attempts)) == (0, 2)
     assert attempts[1][1] == "rank 0 was ended by SIGKILL in step 7"
     assert len(Path("started").read_text().split()) == 2
+
+
+@pytest.mark.parametrize("name", ["imported_by_test.py", "config.yaml"])
+def test_a_process_that_has_read_a_file_before_an_edit_is_replaced(supervise, monkeypatch, name):
+    Path("imported_by_test.py").touch()
+    Path("config.yaml").touch()
+    monkeypatch.syspath_prepend(".")
+    monkeypatch.setitem(sys.modules, "imported_by_test", import_module("imported_by_test"))
+    edit = f"waiting()\n    open({name!r}, 'a').write('edited = True')"
+    program = KILLED_LATER.replace("waiting()", edit)
+    code, attempts = supervise(program, limit=1, arguments=["--config=config.yaml"])
+    assert (code, len(attempts)) == (0, 2)
+    assert len(Path("started").read_text().split()) == 3
 
 
 def test_a_process_that_waits_for_nothing_is_ended(supervise):

@@ -15,9 +15,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -26,7 +26,7 @@ from geartrain.plugin_api import START_DIRECTORY
 from geartrain_parallel import Patience
 from geartrain_parallel.supervisor import is_stopped
 from geartrain_resilience import PREEMPTED
-from geartrain_resilience.exchange import Attempt, Report, Steps
+from geartrain_resilience.exchange import VARIABLE, Attempt, Report, Steps
 from geartrain_resilience.processes import adopt_orphans, children, end_orphans
 
 #: Signals that are passed on to the run. After one of them the run is not started again.
@@ -70,6 +70,8 @@ class _Started:
     out: IO[bytes] | None
     #: The end of a pipe: it waits until it reads its attempt there.
     turn: int | None
+    #: The program's files when it was started, if it waits.
+    files: Mapping[str, tuple[int, int]]
 
     def close(self) -> None:
         """Kill the process if it waits, and close the files."""
@@ -85,7 +87,8 @@ class Supervisor:
     """Runs a command, and runs it again after a failure.
 
     While an attempt trains, the process of the next one imports, plans and waits. So a restart
-    does not wait for imports, which take most of its time.
+    does not wait for imports, which take most of its time. If a file of the program was edited
+    since then, a new process starts: rank 0 would run the old code, and the other ranks the new.
 
     Args:
         command: the command.
@@ -186,6 +189,7 @@ class Supervisor:
             started.close()
 
     def _start(self, attempt: Attempt, waits: bool = False) -> _Started:
+        files = _files(self._command) if waits else {}
         out = None if self._stdout is None else tempfile.TemporaryFile()  # noqa: SIM115
         reader, writer = os.pipe() if waits else (None, None)
         process = subprocess.Popen(
@@ -198,15 +202,18 @@ class Supervisor:
         )
         if reader is not None:
             os.close(reader)
-        return _Started(process, out, writer)
+        return _Started(process, out, writer, files)
 
     def _take_turn(self, attempt: Attempt) -> _Started | None:
-        """Let the process that waits make this attempt; ``None`` if there is none."""
+        """Let the process that waits make this attempt; ``None`` if none can."""
         waiting, self._next = self._next, None
         if waiting is None or waiting.turn is None:
             return None
+        if not waiting.files.items() <= _files(self._command).items():  # edited since then
+            waiting.close()
+            return None
         try:
-            os.write(waiting.turn, json.dumps(asdict(attempt)).encode())
+            os.write(waiting.turn, attempt.variable()[VARIABLE].encode())
         except BrokenPipeError:  # it has failed; a new process shows the error
             waiting.close()
             return None
@@ -278,6 +285,23 @@ def _after(attempt: Attempt) -> Attempt:
     """Return the attempt after this one; its failure is not known yet."""
     options = {**attempt.options, "resume": "auto"}
     return replace(attempt, number=attempt.number + 1, options=options)
+
+
+def _files(command: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Return time and size of the code that a command has imported, and of files of options.
+
+    This process has imported the same: it began with the same command.
+    """
+    named = [argument.rpartition("=")[2] for argument in command]
+    paths: set[Any] = {path for path in named if path.endswith((".json", ".py", ".yaml", ".yml"))}
+    for module in list(sys.modules.values()):
+        paths.add(getattr(module, "__dict__", {}).get("__file__"))
+    found: dict[str, tuple[int, int]] = {}
+    for path in paths - {None}:
+        with suppress(OSError):  # of a frozen module, or removed
+            facts = os.stat(os.path.join(START_DIRECTORY, path))
+            found[path] = facts.st_mtime_ns, facts.st_size
+    return found
 
 
 def _failure(code: int, report: Report | None, steps: list[int], was_stopped: bool) -> Failure:
