@@ -92,7 +92,9 @@ class Remote:
             return None
         (folder / STAGED).mkdir(parents=True, exist_ok=True)
         with FileLock(folder / STAGED / "lock"):
-            names = self._wanted(store, folder)  # another process of this node was faster, or none
+            names = self._wanted(
+                store, folder
+            )  # again: another process of this node may have been faster
             if not all(names.values()):
                 for name in sorted(store.files().keys() - names.keys()):
                     store.get(name, folder / name)
@@ -149,13 +151,13 @@ class Remote:
         return (yield)
 
     def _same(self, folder: Path) -> tuple[dict[str, object], set[str]]:
-        """Return the stamps of the checkpoints that the store has too, and the names of all."""
+        """Return stamps of the checkpoints that both have, and the names of those in the store."""
         store, local = Store(self.url), files_in(folder)
         found = {n: size for n, size in store.files().items() if n.endswith(SUFFIX)}
         equal = {n: s for n, s in found.items() if n in local and local[n].stat().st_size == s}
         ends = store.tails(equal)
         same = {n: stamp(local[n]) for n in equal if ends[n] == tail(local[n])}
-        return dict(same), set(found)
+        return same, set(found)
 
     @hookimpl
     def on_checkpoint_saved(self, run: Run, path: Path) -> None:

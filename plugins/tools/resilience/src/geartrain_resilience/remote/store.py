@@ -85,9 +85,10 @@ class Store:
             ) from error
 
     def files(self) -> dict[str, int]:
-        """Return the sizes of all files by name, in bytes.
+        """Return the sizes of all files by name, in bytes, except hidden ones.
 
-        Hidden ones are half written. A name may be of a stranger: none leads out of a folder.
+        Half-written files are hidden. So are names that lead out of the folder (``..``), which a
+        stranger may have written.
         """
         with self._errors("be listed"):
             self._fs.invalidate_cache()
