@@ -24,7 +24,7 @@ geartrain-monitor plugin device_stats profile
 geartrain-mps accelerator mps
 geartrain-parallel plugin sync_batchnorm
 geartrain-port command port
-geartrain-resilience plugin chaos preemption remote restarts
+geartrain-resilience plugin chaos preemption remote restarts sentinel
 geartrain-session
 geartrain-spawn strategy ddp_spawn spawn
 geartrain-tensorboard plugin tensorboard

@@ -5,6 +5,7 @@
 - ``supervision``: the process that runs the command, and runs it again after a failure.
 - ``processes``: the processes that a failed run left.
 - ``preemption``: the plugin that saves and ends when a signal asks for it.
+- ``sentinel``: the plugin that ends a run that stands still, and names the late rank.
 - ``chaos``: the plugin that causes faults.
 - ``remote``: the plugin that keeps a run in a remote store too.
 - ``exchange``: the messages between a run and its supervisor.
