@@ -92,9 +92,8 @@ class Remote:
             return None
         (folder / STAGED).mkdir(parents=True, exist_ok=True)
         with FileLock(folder / STAGED / "lock"):
-            names = self._wanted(
-                store, folder
-            )  # again: another process of this node may have been faster
+            # Again: another process of this node may have been faster.
+            names = self._wanted(store, folder)
             if not all(names.values()):
                 for name in sorted(store.files().keys() - names.keys()):
                     store.get(name, folder / name)
