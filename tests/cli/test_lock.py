@@ -45,7 +45,7 @@ def test_changed_code_is_refused(locked, folder, refused, change, words):
     message = refused("fit net.py --max-epochs 1 --locked")
     assert f"geartrain-cli[locked]: the installed plugins are not those of {folder}" in message
     assert f"geartrain.lock: {words}." in message
-    assert "Fix: " in message
+    assert f"accept the change: geartrain plugins lock {folder / 'geartrain.lock'}" in message
 
 
 def test_another_set_of_plugins_is_refused(locked, install, folder, refused):

@@ -58,7 +58,8 @@ class Locked:
         if found:
             raise UsageError(
                 f"{_LABEL}: the installed plugins are not those of {self.file}: {'; '.join(found)}."
-                " Fix: install what it names, or accept the change: geartrain plugins lock"
+                " Fix: install what it names, or accept the change: geartrain plugins lock "
+                f"{self.file}"
             )
         self._checked_by = os.getpid()
 
