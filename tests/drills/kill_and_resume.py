@@ -39,6 +39,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 import geartrain as gt
 from geartrain.callbacks import (
     EMA,
+    AsyncCheckpoint,
     EarlyStopping,
     GradientAccumulationScheduler,
     ModelCheckpoint,
@@ -67,6 +68,7 @@ FACTORS: dict[str, list[Any]] = {
     "every": [1, 2, 50],
     "end": ["epochs", "epochs", "steps"],
     "sanity": [0, 2],
+    "asynchronous": [False, False, True],
 }
 EPOCHS, STEPS, BATCH = 3, 14, 4
 
@@ -269,7 +271,7 @@ def callbacks_of(case: dict[str, Any]) -> list[Any]:
         "link": {"monitor": monitor, "save_last": "link"},
         "validated": {"save_on_train_epoch_end": False, "save_top_k": -1},
     }
-    found: list[Any] = []
+    found: list[Any] = [AsyncCheckpoint()] if case["asynchronous"] else []
     if case["checkpoint"] in checkpoints:
         found.append(ModelCheckpoint(**checkpoints[case["checkpoint"]]))
     if case["stopping"]:

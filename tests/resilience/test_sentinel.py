@@ -53,22 +53,18 @@ def test_the_first_collective_that_differs():
     assert differing([None, None]) == ""
 
 
-def fit(step, strategy="ddp", seconds=0.4, **options):
-    """Train; ``step`` is called in the third step with the rank."""
+def fit(step, strategy="ddp", seconds=0.4):
+    """Train; ``step`` is called in the third step with the rank and the plugin."""
 
     class Standing(Net):
         def training_step(self, batch, batch_idx):
             if batch_idx == 2:
-                step(self.trainer.global_rank)
+                step(self.trainer.global_rank, plugin)
             return super().training_step(batch, batch_idx)
 
-    one = trainer(
-        plugins=[Sentinel(seconds=seconds)],
-        strategy=strategy,
-        devices="auto" if strategy == "ddp" else 1,
-        max_epochs=1,
-        **options,
-    )
+    plugin = Sentinel(seconds=seconds)
+    devices = "auto" if strategy == "ddp" else 1
+    one = trainer(plugins=[plugin], strategy=strategy, devices=devices, max_epochs=1)
     one.fit(Standing(), loader())
 
 
@@ -76,25 +72,36 @@ def stand_still():
     threading.Event().wait()
 
 
-def one_stands_still(late):
+def work_without_end(plugin):
+    while True:
+        plugin.events += 1
+
+
+def one_is_late(late, works):
     os.environ["GEARTRAIN_PATIENCE"] = "unwind=0.3,grace=0.3"
-    fit(lambda rank: stand_still() if rank == late else None)
+
+    def step(rank, plugin):
+        if rank == late:
+            work_without_end(plugin) if works else stand_still()
+
+    fit(step)
 
 
-@pytest.mark.parametrize("late", [0, 1])
-def test_all_ranks_end_if_one_stands_still(tmp_path, late):
-    ranks = run(tmp_path, one_stands_still, late)
+@pytest.mark.parametrize(("late", "works"), [(0, False), (1, False), (1, True)])
+def test_all_ranks_end_if_one_is_late(tmp_path, late, works):
+    ranks = run(tmp_path, one_is_late, late, works)
     assert [rank.end for rank in ranks] == ["1", "1"]
     message = f"the others wait for rank {late}: rank {late} is in no collective (test_sentinel.py:"
     assert message in ranks[1 - late].error
-    assert "in stand_still\n" in ranks[0].err  # the stack of each rank
+    # The stack of each rank is printed once.
+    assert f"in {'work_without_end' if works else 'stand_still'}\n" in ranks[0].err
     assert "in backward\n" in ranks[0].err
-    assert "sentinel" not in ranks[1].err.partition("Traceback")[0]  # printed once
+    assert "sentinel" not in ranks[1].err.partition("Traceback")[0]
 
 
 def other_collective():
     os.environ["GEARTRAIN_PATIENCE"] = "unwind=0.3,grace=0.3"
-    fit(lambda rank: dist.barrier() if rank else dist.all_reduce(torch.ones(1)))
+    fit(lambda rank, _: dist.barrier() if rank else dist.all_reduce(torch.ones(1)))
 
 
 def test_the_collectives_that_differ_are_named(tmp_path):
@@ -105,7 +112,7 @@ def test_the_collectives_that_differ_are_named(tmp_path):
 
 
 def trains_to_the_end():
-    fit(lambda rank: None, seconds=1e6)
+    fit(lambda *_: None, seconds=1e6)
     return [thread.name for thread in threading.enumerate()]
 
 
@@ -118,11 +125,11 @@ def test_one_rank_ends_as_well(monkeypatch):
     monkeypatch.setenv("GEARTRAIN_PATIENCE", "grace=0.1")
     message = r"no batch and no step for 0\.2 s; rank 0 is in no collective \(test_sentinel\.py:"
     with pytest.raises(gt.TrainingError, match=message):
-        fit(lambda rank: stand_still(), "single", seconds=0.2)
+        fit(lambda *_: stand_still(), "single", seconds=0.2)
 
 
 def test_an_interrupt_by_the_user_stays_one():
-    def interrupt(rank):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -36,8 +36,6 @@ _ASKED, _PLACES, _READ = "sentinel/asked", "sentinel/place", "sentinel/read"
 #: The most seconds between two looks; and the seconds that a rank has to answer, also after an
 #: error, when the other may have gone.
 _PERIOD, _ANSWER, _ANSWER_TO_ERROR = 1.0, 5.0, 1.0
-#: The environment variable with the number of collectives that torch remembers, and the number.
-_RECORDER, _RECORDED = "TORCH_FR_BUFFER_SIZE", 200
 #: The number of a rank's last collectives that are compared.
 _COMPARED = 50
 #: Collectives to which the ranks pass tensors of different shapes.
@@ -163,7 +161,6 @@ class Sentinel:
 
     @hookimpl(wrapper=True)
     def setup_process_group(self, run: Run) -> Generator[None, World, World]:
-        os.environ.setdefault(_RECORDER, str(_RECORDED))  # torch reads it once
         # gloo aborts the process if the ranks' tensors differ in size: show the line.
         if not faulthandler.is_enabled():
             with suppress(io.UnsupportedOperation, RuntimeError):  # stderr is no file
