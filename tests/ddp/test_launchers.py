@@ -3,6 +3,7 @@
 import json
 import os
 import runpy
+import socket
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -35,6 +36,29 @@ def torchrun(*arguments: str, **options):
         *arguments,
         **options,
     )
+
+
+def elastic_node(folder: Path, name: str, port: int):
+    """Start a node of a run that nodes may leave and join, under torchrun."""
+    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    conf = ("--rdzv-conf", "last_call_timeout=1", "--max-restarts", "9")
+    saves = ("--plugin", "model_checkpoint", "--model_checkpoint.every_n_train_steps", "2")
+    return launched(
+        *("-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1"),
+        *(*rendezvous, *conf, str(HERE / "elastic.py"), "fit", "--strategy", "ddp", "--seed", "1"),
+        *("--max-epochs", "2", "--output", "out", "--resume", "auto", *saves),
+        *("--model_checkpoint.save_last", "true"),
+        folder=folder,
+        name=name,
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+        GLOO_SOCKET_IFNAME="lo",
+        OMP_NUM_THREADS="1",
+    )
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
 def weights(folder: Path) -> torch.Tensor:
@@ -196,3 +220,36 @@ def test_an_error_on_the_other_host_ends_both(tmp_path, hosts):
         runs = [node(stack, hosts, tmp_path, i, "exception", "3", "validation") for i in range(2)]
         assert [run.wait(100) != 0 for run in runs] == [True, True]
         assert "rank 3 failed: KeyError: 'my own error'" in runs[1].err
+
+
+@pytest.mark.end_to_end  # by default: tests/parallel/test_rendezvous.py and test_sharding.py
+@pytest.mark.timeout(400)
+def test_nodes_leave_and_join_and_each_sample_comes_once(tmp_path):
+    def steps():
+        """Return time, world, epoch, step and samples of each rank's steps, in order of time."""
+        files = tmp_path.glob("steps-*")
+        return sorted(json.loads(line) for file in files for line in file.read_text().splitlines())
+
+    def trains_with(size):
+        done = len(steps())
+        until(lambda: [s for s in steps()[done:] if s[1] == size][5:], 90, f"{size} nodes train")
+
+    port = free_port()
+    with elastic_node(tmp_path, "first", port) as first:
+        until(lambda: not is_free(port), 60, "the first node serves the rendezvous")
+        with elastic_node(tmp_path, "second", port):
+            trains_with(2)
+        trains_with(1)
+        with elastic_node(tmp_path, "third", port) as third:
+            trains_with(2)
+            (tmp_path / "fast").touch()
+            for each in (first, third):
+                each.succeed(120)
+    by_step = {}
+    for _, size, epoch, step, numbers in steps():
+        by_step.setdefault((epoch, step), []).append((size, numbers))
+    for epoch in (0, 1):
+        # A step that was done again counts as it was done last.
+        last = [rows[-rows[-1][0] :] for (number, _), rows in by_step.items() if number == epoch]
+        samples = [number for rows in last for _, numbers in rows for number in numbers]
+        assert sorted(samples) == list(range(120))

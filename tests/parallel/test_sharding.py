@@ -20,11 +20,14 @@ from geartrain.data.stage import Stage
 from geartrain.parallel import shard
 
 
-def run_of(rank, size=4, seed=7, **options):
+def run_of(rank, size=4, seed=7, launcher="geartrain", **options):
     options = SimpleNamespace(**{"use_distributed_sampler": True, "seed": seed, **options})
     hooks = SimpleNamespace(broadcast=lambda run, obj, src: obj)
     return SimpleNamespace(
-        world=gt.World(rank, size), plan=SimpleNamespace(options=options), hooks=hooks
+        world=gt.World(rank, size),
+        plan=SimpleNamespace(options=options),
+        hooks=hooks,
+        cluster=SimpleNamespace(launcher=launcher),
     )
 
 
@@ -241,6 +244,14 @@ def test_nothing_is_sharded_in_one_process_or_if_it_is_turned_off():
         assert shard(run_of(1, use_distributed_sampler=False), loader, "train") is loader
         alone = DataLoader(Numbers())
         assert shard(run_of(0, 1), alone, "train") is alone
+
+
+def test_one_rank_of_a_launcher_has_the_order_of_several():
+    """The launcher may start more ranks the next time, which go on within the epoch."""
+    loader = DataLoader(range(8), shuffle=True)
+    alone = numbers(shards(loader, "train", 1, launcher="torchrun")[0])
+    pair = [numbers(batches) for batches in shards(loader, "train", 2)]
+    assert alone == [number for both in zip(*pair, strict=True) for number in both]
 
 
 # --- options of a loader --------------------------------------------------------------------------

@@ -85,9 +85,11 @@ def run_store(place: ClusterEnvironment, key: str, timeout: timedelta) -> TCPSto
     """
     assert place.master_addr is not None
     assert place.master_port is not None
-    # torchrun's agents keep the store during a restart, which counts as another program.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    # torchrun's agents may keep the store during a restart, which counts as another program. The
+    # count is each agent's own: with a new store it would separate an agent that has just joined.
+    agents_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agents_store else "0"
+    if place.rank == 0 and not agents_store:
         serve_program(place.master_addr, place.master_port, timeout)
     elif os.getpid() not in _program:
         _program[os.getpid()] = connect(place.master_addr, place.master_port, timeout, place.rank)

@@ -120,7 +120,10 @@ def shard(run: Run, loader: Iterable[Any], stage: str) -> Iterable[Any]:
         stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
     """
     rank, size = run.world.rank, run.world.size
-    if size == 1 or not run.plan.options.use_distributed_sampler:
+    # A launcher such as torchrun may start more ranks the next time, and the run goes on in the
+    # order of this epoch.
+    alone = size == 1 and (run.cluster is None or run.cluster.launcher == "geartrain")
+    if alone or not run.plan.options.use_distributed_sampler:
         return loader
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         message = type(getattr(loader, "dataset", loader)).__name__
