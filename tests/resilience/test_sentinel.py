@@ -87,7 +87,10 @@ def one_is_late(late, works):
     fit(step)
 
 
-@pytest.mark.parametrize(("late", "works"), [(0, False), (1, False), (1, True)])
+@pytest.mark.parametrize(
+    ("late", "works"),
+    [(0, False), (1, True), pytest.param(1, False, marks=pytest.mark.matrix)],
+)
 def test_all_ranks_end_if_one_is_late(tmp_path, late, works):
     ranks = run(tmp_path, one_is_late, late, works)
     assert [rank.end for rank in ranks] == ["1", "1"]
