@@ -78,6 +78,16 @@ def test_a_damaged_file_is_refused_in_one_line_or_has_the_same_contents(tmp_path
         assert re.fullmatch(r".*odd\.ckpt .*damaged.*Fix: use another file.*", message)
 
 
+def test_an_entry_that_became_a_folder_is_refused(tmp_path):
+    """torch would return whatever is in the memory of its tensor."""
+    path = saved(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[data.rindex(b"PK\1\2", 0, data.rindex(b"/data/")) + 38] |= 16  # external attributes
+    path.write_bytes(data)
+    with pytest.raises(TrainingError, match="damaged: its contents do not match its checksums"):
+        checkpoint_file.read(path)
+
+
 def test_every_way_to_load_refuses_a_bit_that_flipped(tmp_path):
     path, module = saved(tmp_path / "run"), EvalNet()
     data = bytearray(path.read_bytes())

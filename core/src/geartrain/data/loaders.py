@@ -205,9 +205,6 @@ class BatchSizer:
         return first_size if expected is None else lambda _: expected
 
 
-# --- loaders --------------------------------------------------------------------------------------
-
-
 def is_loader(item: Any) -> bool:
     """True if an item of a list is a loader. A batch can be moved, or is an array or text."""
     is_batch = hasattr(item, "to") or hasattr(item, "__array__") or isinstance(item, str | bytes)
