@@ -128,12 +128,15 @@ class Batches:
 
 
 class Net(gt.Module):
-    def __init__(self, case: dict[str, Any], kill: dict[str, Any]) -> None:
+    #: The kill; no hyperparameter, because the files before it must be those of the whole run.
+    kill: dict[str, Any]
+
+    def __init__(self, case: dict[str, Any]) -> None:
         super().__init__()
         self.layers = nn.Sequential(
             nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 1)
         )
-        self.case, self.kill = case, kill
+        self.case = case
         if case["metrics"] == "objects":
             import torchmetrics  # takes seconds
 
@@ -308,7 +311,9 @@ def program(case: dict[str, Any], folder: str, kill: dict[str, Any]) -> None:
         plugins=[*callbacks_of(case), Ends(folder)],
         seed=1,
     )
-    trainer.fit(Net(case, kill), ckpt_path="auto")
+    module = Net(case)
+    module.kill = kill
+    trainer.fit(module, ckpt_path="auto")
 
 
 # --- the drill ------------------------------------------------------------------------------------
