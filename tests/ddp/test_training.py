@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from several_ranks import failed, kept_by
+from several_ranks import failed, kept_by, results
 from torch.utils.data import DataLoader
 
 import geartrain as gt
@@ -16,7 +16,7 @@ from geartrain.parallel import ProcessGroupStrategy
 from geartrain_ddp import DDPStrategy
 from geartrain_testing.launching import until
 
-from .cases import CASES, Net, ddp, one_trainer, samples, train
+from .cases import CASES, Net, ddp, one_trainer, samples, train, weights
 
 
 def train_all():
@@ -44,6 +44,21 @@ def test_two_ranks_train_as_one_process_does(two_ranks, name):
     for key, expected in weights.items():
         torch.testing.assert_close(trained[key], expected, rtol=rtol, atol=atol)
         assert torch.equal(trained[key], two_ranks[1][name][1][key]), f"{key} differs between ranks"
+
+
+def validate_other_weights():
+    """Validate a model whose weights are this rank's own, as without a seed."""
+    module = Net()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(float(os.environ["RANK"]))
+    ddp().validate(module, DataLoader(samples(), batch_size=8))
+    return weights(module)
+
+
+def test_each_rank_evaluates_the_weights_of_rank_0(tmp_path):
+    for found in results(tmp_path, validate_other_weights):
+        assert not any(weight.any() for weight in found.values())
 
 
 # --- refused -------------------------------------------------------------------------------------

@@ -73,9 +73,9 @@ KINDS = {
     "SIGSTOP": "failed: it has been stopped (SIGSTOP) for 1 s",
 }
 PHASES = ("setup", "train", "validation")
-BY_DEFAULT = ("exception", 1, "train")
+BY_DEFAULT = (("exception", 1, "train"), ("_exit", 1, "train"))
 TABLE = [
-    pytest.param(kind, rank, phase, marks=() if (kind, rank, phase) == BY_DEFAULT else matrix)
+    pytest.param(kind, rank, phase, marks=() if (kind, rank, phase) in BY_DEFAULT else matrix)
     for kind in KINDS
     for rank in (0, 1)
     for phase in PHASES
