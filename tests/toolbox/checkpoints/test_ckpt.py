@@ -117,9 +117,16 @@ def test_verify_names_the_damaged_names_and_settings(run, command):
     ]
 
 
+def as_folder(raw):
+    """Give the last tensor the attribute of a folder: torch would not read it."""
+    attributes = raw.rindex(b"PK\1\2", 0, raw.rindex(b"/data/")) + 38
+    return raw[:attributes] + b"\x10" + raw[attributes + 1 :]
+
+
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
+        (as_folder, "it is marked as a folder"),
         (lambda raw: b"", "it is empty"),
         (lambda raw: raw[: len(raw) // 2], "its end is missing or damaged: it was cut"),
         (lambda raw: raw[:-1], "the last bytes of the archive are missing or changed"),

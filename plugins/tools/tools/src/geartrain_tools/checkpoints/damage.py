@@ -95,6 +95,8 @@ def _damaged_records(path: Path) -> tuple[list[Damage], bytes]:
 
 
 def _error_of(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> str:
+    if record.external_attr & 16:
+        return "it is marked as a folder, so that torch would not read it"
     try:
         with archive.open(record) as file:
             while file.read(_CHUNK):
