@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import product
 from multiprocessing import util
 from typing import TYPE_CHECKING, Any
 
@@ -187,8 +188,11 @@ class BatchSizer:
         size = self.loader_batch_size
         samples = length(getattr(self._loader, "sampler", None))
         expected = size if size is None or samples is None else min(size, samples)
-        for rule in (first_size, _last_size, _listed_size, _outer_size):
-            if expected is not None and rule(batch) == expected:
+        # A run may resume with the last batch of an epoch, which has the samples that are left.
+        left = samples % size if size and samples else None
+        rules = (first_size, _last_size, _listed_size, _outer_size)
+        for wanted, rule in product((expected, left), rules):
+            if wanted and rule(batch) == wanted:
                 return rule
         found = sorted(set(_first_dimensions(batch)))
         if len(found) < 2 and (expected is None or (found and (expected == 1 or samples is None))):

@@ -18,6 +18,7 @@ geartrain-cli command explain fit plugins predict test validate
 geartrain-cuda accelerator cuda
 geartrain-ddp strategy ddp
 geartrain-dp strategy ddp2 dp
+geartrain-elastic strategy elastic
 geartrain-horovod strategy horovod
 geartrain-mlflow plugin mlflow
 geartrain-monitor plugin device_stats profile

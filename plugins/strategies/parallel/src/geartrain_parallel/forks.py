@@ -31,7 +31,8 @@ _own_descriptors: set[int] = set()
 #: True if forks wait until it is safe, and children that the main thread forks die with this
 #: process.
 _is_guarded = False
-#: ``is_main``, in a thread that forks.
+#: In a thread that forks: ``children_die``, see :func:`let_children_die`; ``is_guarded``, for the
+#: fork that is under way.
 _fork = threading.local()
 
 
@@ -45,17 +46,26 @@ def guard_forks() -> None:
     _is_guarded = True
 
 
+def let_children_die() -> None:
+    """Let the children of this thread die with it, as those of the main thread do.
+
+    Call it in a thread that stays as long as its children are needed.
+    """
+    _fork.children_die = True
+
+
 def before_fork() -> None:
     """Prepare the fork of a rank."""
     if not _is_guarded:
         return
-    _fork.is_main = threading.current_thread() is threading.main_thread()
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    _fork.is_guarded = in_main_thread or getattr(_fork, "children_die", False)
     _settle()
 
 
 def _in_child() -> None:
-    # The kernel sends the signal when the thread that forked ends, so only for the main thread.
-    if _is_guarded and getattr(_fork, "is_main", False):
+    # The kernel sends the signal when the thread that forked ends.
+    if _is_guarded and getattr(_fork, "is_guarded", False):
         die_with_parent()
     for descriptor in _own_descriptors:
         with contextlib.suppress(OSError):
@@ -104,5 +114,6 @@ def _settle() -> None:
     per epoch: one hang in 300 epochs. Python 3.13 holds the lock while it forks; 3.12 was not
     checked.
     """
-    if sys.version_info < (3, 13) and dist.is_initialized():
+    has_group = dist.is_initialized() or getattr(_fork, "children_die", False)
+    if sys.version_info < (3, 13) and has_group:
         time.sleep(_SETTLE)

@@ -104,8 +104,8 @@ DONE = "done"
 
 def main(job: Job) -> None:
     """Run one rank in a new process; exit with 1 after an error."""
-    _die_with_starter()
-    _direct_output(job.log)
+    die_with_starter()
+    direct_output(job.log)
     run: Run | None = None
     try:
         if job.surroundings is None:
@@ -136,7 +136,7 @@ def main(job: Job) -> None:
         sys.exit(1)
 
 
-def _die_with_starter() -> None:
+def die_with_starter() -> None:
     """End this process when the starter ends, even if it is killed."""
     starter = multiprocessing.parent_process()
     assert starter is not None
@@ -156,7 +156,7 @@ def _die_with_starter() -> None:
     threading.Thread(target=watch, name="geartrain-starter", daemon=True).start()
 
 
-def _direct_output(log: Path | None) -> None:
+def direct_output(log: Path | None) -> None:
     """Send the output of this rank and its libraries to its log."""
     if log is None:
         return

@@ -63,7 +63,7 @@ def run_in_ranks(
             is raised here as well, with its traceback as the cause.
     """
     _check(run, start_method)
-    payload = (run, worker) if start_method == "fork" else _pack(run, worker)
+    payload = (run, worker) if start_method == "fork" else pack(run, worker)
     logs = (
         Path(tempfile.mkdtemp(prefix="geartrain-logs-"))
         if run.output is None
@@ -88,15 +88,24 @@ def run_in_ranks(
     return apply_result(run, brought)
 
 
-def _check(run: Run, start_method: str) -> None:
-    label = run.plan.strategy.label
+def refuse_launcher(run: Run) -> None:
+    """Refuse to start processes in one of several that a launcher has started.
+
+    Raises:
+        UsageError: this process is one.
+    """
     if run.cluster is not None or run.trainer.cluster is not None:
         place = run.cluster or run.trainer.cluster
         assert place is not None
         raise UsageError(
-            f"{label} starts its processes itself, but this process is one of {place.size} that "
+            f"{run.plan.strategy.label} starts its processes itself, but this process is one of {place.size} that "
             f"{place.launcher} started. Fix: --strategy ddp, which joins them"
         )
+
+
+def _check(run: Run, start_method: str) -> None:
+    label = run.plan.strategy.label
+    refuse_launcher(run)
     if start_method == "fork" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise UsageError(
             f"{label}: start_method='fork' cannot be used after this process has used CUDA. "
@@ -104,7 +113,12 @@ def _check(run: Run, start_method: str) -> None:
         )
 
 
-def _pack(run: Run, worker: Callable[[int], Any]) -> AnonymousFile:
+def pack(run: Run, worker: Callable[[int], Any]) -> AnonymousFile:
+    """Return a file with a run and its worker, which ranks load.
+
+    Raises:
+        UsageError: an object cannot be pickled; the message has the path to it.
+    """
     payload = AnonymousFile()
     try:
         payload.dump((run, worker))
@@ -178,9 +192,9 @@ class Ranks:
             error_file=error_file,
             surroundings=None if self._start_method == "fork" else rank.Surroundings.here(),
         )
-        process = _context(self._start_method).Process(target=rank.main, args=(job,), name=name)
+        process = start_context(self._start_method).Process(target=rank.main, args=(job,), name=name)
         self._ranks.append(_Rank(process, place.rank, job.answer, error_file))
-        with _without_main() if self._start_method != "fork" else nullcontext():
+        with without_main() if self._start_method != "fork" else nullcontext():
             process.start()
 
     def outcome(self) -> Any:
@@ -247,7 +261,8 @@ def _again(failure: Failure, error: BaseException | None) -> BaseException:
 # --- start ----------------------------------------------------------------------------------------
 
 
-def _context(start_method: str) -> Any:
+def start_context(start_method: str = START_METHODS[0]) -> Any:
+    """Return multiprocessing's context that starts a rank."""
     chosen = multiprocessing.get_context(start_method)
     if start_method == "forkserver":  # load torch, geartrain and ddp once, before the forks
         chosen.set_forkserver_preload(["geartrain_spawn.preload"])
@@ -255,7 +270,7 @@ def _context(start_method: str) -> Any:
 
 
 @contextmanager
-def _without_main() -> Iterator[None]:
+def without_main() -> Iterator[None]:
     """Keep ranks from running the caller's script again, inside the block.
 
     Its classes and functions travel by value. Without ``if __name__ == "__main__"``, the script

@@ -1,0 +1,455 @@
+"""The ranks of one process: they take turns, meet in collectives, and keep what a new one needs.
+
+A rank is a thread with its own module, optimizers, plugins and random generators. One thread runs
+at a time. At a collective the next one gets the turn; the last to arrive meets the other processes.
+
+A rank is a function of its state at a step's end and of the results of the collectives since then.
+Every process keeps both for all ranks. So another process can take over a rank whose process has
+died: it sets the rank up with the recorded results of the set-up, loads the state, and runs the
+rank with the results since then, up to the collective in which the others wait.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+
+from geartrain import TrainingError
+from geartrain.plugin_api import map_tensors
+from geartrain_elastic.group import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What one rank brings to a collective."""
+
+    #: The collective, which must be the same on all ranks.
+    name: str
+    #: For all ranks.
+    data: bytes = b""
+    #: Gradients to add up over ranks, and ``None`` for those that this rank has not.
+    tensors: Sequence[torch.Tensor | None] | None = None
+    #: The parameters of ``tensors``.
+    like: Sequence[torch.Tensor] = ()
+    #: ``"start"`` for a collective of the set-up, ``"epoch"`` for one before the first batch of an
+    #: epoch: a rank that starts again in that epoch calls them again.
+    phase: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What every rank gets from a collective."""
+
+    #: The collective.
+    name: str
+    #: Of each rank.
+    data: list[bytes]
+    #: The sums, flat, by type of number; and the indices of the tensors in each.
+    sums: list[tuple[list[int], torch.Tensor]] = field(default_factory=list)
+    #: The error that all ranks raise.
+    problem: str | None = None
+
+
+#: Ranks have not agreed yet.
+UNKNOWN = "unknown"
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """The state of all ranks at the end of a step."""
+
+    #: The number of collectives before it.
+    number: int
+    #: A checkpoint as :meth:`geartrain.Run.checkpoint` returns it, with copies of its tensors.
+    state: dict[str, Any]
+    #: What each rank has for itself, pickled.
+    ranks: list[bytes]
+    #: Results of the collectives of the set-up and of the epoch's start.
+    prelude: list[Result]
+    #: Whether the losses have weights, as ranks agreed; ``UNKNOWN`` before the first loss.
+    weight: Any
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Return a checkpoint to load, whose tensors are copies."""
+        state: dict[str, Any] = map_tensors(self.state, torch.clone)
+        state["fit"]["ranks"] = [pickle.loads(each) for each in self.ranks]
+        return state
+
+
+@dataclass(slots=True)
+class _Seat:
+    """A rank of this process."""
+
+    #: Collectives done.
+    done: int
+    #: What the collectives of a rank that starts again return, before it is where it was.
+    prelude: Iterator[Result] | None = None
+    random: RandomState | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """The random generators of a rank, which has those of the process while it has the turn."""
+
+    torch_random: torch.Tensor
+    python_random: Any
+    numpy_random: Any
+
+    @classmethod
+    def now(cls) -> RandomState:
+        numpy = sys.modules.get("numpy.random")
+        return cls(
+            torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.get_state()
+        )
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.torch_random)
+        random.setstate(self.python_random)
+        if self.numpy_random is not None:
+            sys.modules["numpy.random"].set_state(self.numpy_random)
+
+
+class Hub:
+    """The ranks of this process, and what is kept of all ranks.
+
+    Args:
+        size: the number of all ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        #: The newest state at a step's end; ``None`` before the first.
+        self.snapshot: Snapshot | None = None
+        #: The error that every rank raises in its next collective.
+        self.error: BaseException | None = None
+        #: See :class:`Snapshot`.
+        self.weight: Any = UNKNOWN
+        #: When this process began to wait for others in a collective; ``None`` while it does not.
+        self.waits_since: float | None = None
+        #: The error that closed the connections; ``None`` while there are some.
+        self.lost: BaseException | None = None
+        self._changed = threading.Condition(threading.Lock())
+        self._group: Group | None = None
+        self._seats: dict[int, _Seat] = {}
+        self._turn: int | None = None
+        #: What ranks brought to the collective in which they wait.
+        self._calls: dict[int, Call] = {}
+        #: Results since the snapshot. The last is kept in any case: another process may lack it.
+        self._log: list[Result] = []
+        #: Collectives before the first of ``_log``.
+        self._first = 0
+        #: Results of the collectives of the set-up, and those of the epoch's start.
+        self._start: list[Result] = []
+        self._epoch: list[Result] = []
+        self._last = Call("")
+        #: The tensors of the snapshot, to copy into.
+        self._buffers: list[torch.Tensor] = []
+
+    # --- for ranks --------------------------------------------------------------------------------
+
+    def begin(self, rank: int, state: RandomState) -> None:
+        """Wait for the first turn of a rank, which then has these random generators."""
+        with self._changed:
+            self._await_turn(rank)
+        state.restore()
+
+    def exchange(self, rank: int, call: Call) -> Result:
+        """Meet all ranks.
+
+        Raises:
+            TrainingError: another rank is in another collective.
+            BaseException: the run ends.
+        """
+        with self._changed:
+            if self.error is not None:
+                raise self.error
+            seat = self._seats[rank]
+            if seat.prelude is not None:
+                return _again(seat.prelude, rank, call.name)
+            number = seat.done
+            if number >= self._end:
+                self._calls[rank] = call
+            while number >= self._end:
+                if len(self._calls) == len(self._seats):
+                    self._complete()
+                else:
+                    self._yield_turn(rank)
+                if self.error is not None:
+                    raise self.error
+            seat.done += 1
+            result = self._log[number - self._first]
+        if result.problem is not None:
+            raise TrainingError(result.problem)
+        if result.name != call.name:  # a rank that starts again must do as it did before
+            others = next((r for r in range(self.size) if r != rank), rank)
+            raise TrainingError(_apart(others, result.name, rank, call.name))
+        return result
+
+    def go_on(self, rank: int) -> None:
+        """Let a rank that has started again go on from its state."""
+        self._seats[rank].prelude = None
+
+    def keep(self, rank: int, state: dict[str, Any], ranks: list[bytes]) -> None:
+        """Keep the state of all ranks; one rank of this process is asked for what they share.
+
+        Args:
+            state: of :meth:`geartrain.Run.checkpoint`; its tensors are copied.
+            ranks: what each rank has for itself.
+        """
+        with self._changed:
+            if rank != min(self._seats):
+                return
+            number = self._seats[rank].done
+            if self.snapshot is not None and self.snapshot.number >= number:
+                return
+            state = {**state, "fit": {**state["fit"], "ranks": []}}
+            prelude = [*self._start, *self._epoch]
+            self.snapshot = Snapshot(number, self._copied(state), ranks, prelude, self.weight)
+
+    def finish(self, rank: int) -> None:
+        """Give the turn to another rank: this one has ended."""
+        with self._changed:
+            del self._seats[rank]
+            self._calls.pop(rank, None)
+            self._next_turn(rank)
+
+    # --- for the process's main thread ------------------------------------------------------------
+
+    @property
+    def done(self) -> int:
+        """The number of collectives of which this process has the result."""
+        return self._end
+
+    def seat(self, rank: int) -> Snapshot | None:
+        """Add a rank; return the state from which it starts."""
+        with self._changed:
+            known = self.snapshot
+            self._seats[rank] = (
+                _Seat(0) if known is None else _Seat(known.number, iter(known.prelude))
+            )
+            if self._turn is None:
+                self._turn = rank
+            self._changed.notify_all()
+            return self.snapshot
+
+    def close_group(self) -> None:
+        """Close the connections, and wait until no rank uses them."""
+        with self._changed:
+            if self._group is not None:
+                self._group.close()
+            self._changed.wait_for(lambda: not self._is_meeting)
+            self._group = None
+
+    def open_group(self, group: Group) -> None:
+        """Let ranks meet again."""
+        with self._changed:
+            self._group, self.lost = group, None
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Let every rank of this process raise an error."""
+        with self._changed:
+            self.error = self.error or error
+            if self._group is not None:
+                self._group.close()
+            self._changed.notify_all()
+
+    def dump(self) -> bytes:
+        """Return all that a new process needs to take over ranks."""
+        with self._changed:
+            return pickle.dumps((self.snapshot, self._first, self._log, self._start, self._epoch, self.weight))
+
+    def load(self, data: bytes) -> None:
+        """Take over what :meth:`dump` returned in another process."""
+        with self._changed:
+            loaded = pickle.loads(data)
+            self.snapshot, self._first, self._log, self._start, self._epoch, self.weight = loaded
+
+    def last_result(self) -> bytes:
+        """Return the newest result, for a process that lacks it."""
+        with self._changed:
+            return pickle.dumps((self._last, self._log[-1]))
+
+    def add_result(self, data: bytes) -> None:
+        """Add the result of the collective in which this process waits."""
+        with self._changed:
+            self._append(*pickle.loads(data))
+
+    # --- turns ------------------------------------------------------------------------------------
+
+    @property
+    def _end(self) -> int:
+        return self._first + len(self._log)
+
+    @property
+    def _is_meeting(self) -> bool:
+        return self.waits_since is not None
+
+    def _yield_turn(self, rank: int) -> None:
+        """Let other ranks run until this one gets the turn back."""
+        seat = self._seats[rank]
+        seat.random = RandomState.now()
+        self._next_turn(rank)
+        self._await_turn(rank)
+        seat.random.restore()
+
+    def _next_turn(self, rank: int) -> None:
+        others = [(rank + i) % self.size for i in range(1, self.size + 1)]
+        here = [other for other in others if other in self._seats]
+        # Without one that still has to arrive, any may complete the collective.
+        self._turn = next((r for r in here if r not in self._calls), here[0] if here else None)
+        self._changed.notify_all()
+
+    def _await_turn(self, rank: int) -> None:
+        self._changed.wait_for(lambda: self._turn == rank or self.error is not None)
+
+    # --- meeting the other processes --------------------------------------------------------------
+
+    def _complete(self) -> None:
+        """Do the collective in which all ranks of this process are, or wait for a change.
+
+        A change is another group, a new rank here, or the result from another process.
+        """
+        group, calls = self._group, dict(self._calls)
+        if group is None:
+            self._changed.wait()
+            return
+        self.waits_since = time.monotonic()
+        self._changed.release()
+        result = None
+        try:
+            result = _meet(group, calls, self.size)
+        except (RuntimeError, TrainingError) as error:  # a process has gone
+            group.close()
+            self.lost = error
+        finally:
+            self._changed.acquire()
+            self.waits_since = None
+            if result is not None:
+                self._append(next(iter(calls.values())), result)
+            elif self._group is group:
+                self._group = None
+            self._changed.notify_all()
+
+    def _append(self, call: Call, result: Result) -> None:
+        """Add the result of a collective, and forget those before the snapshot."""
+        if call.phase == "start":
+            self._start.append(result)
+        elif call.phase == "epoch":
+            self._epoch = [*(self._epoch if self._last.phase else ()), result]
+        self._last = Call(call.name, phase=call.phase)
+        if self.snapshot is not None and self.snapshot.number > self._first:
+            del self._log[: self.snapshot.number - self._first]
+            self._first = self.snapshot.number
+        self._log.append(result)
+        self._calls.clear()
+        self._changed.notify_all()
+
+    def _copied(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state with copies of its tensors, into the memory of the last copies."""
+        tensors: list[torch.Tensor] = []
+        map_tensors(state, tensors.append)
+        same = len(tensors) == len(self._buffers) and all(
+            new.shape == old.shape and new.dtype == old.dtype
+            for new, old in zip(tensors, self._buffers, strict=True)
+        )
+        with torch.no_grad():
+            if same:
+                torch._foreach_copy_(self._buffers, tensors)
+            else:
+                self._buffers = [tensor.detach().clone() for tensor in tensors]
+        copies = iter(self._buffers)
+        copied: dict[str, Any] = map_tensors(state, lambda _: next(copies))
+        return copied
+
+
+def _apart(first: int, name: str, rank: int, other: str) -> str:
+    return (
+        f"rank {first} is in {name}, and rank {rank} in {other}: processes would deadlock. "
+        "Fix: call the same collectives in the same order on all ranks"
+    )
+
+
+def _again(prelude: Iterator[Result], rank: int, name: str) -> Result:
+    """Return the result of a collective that the rank has called before, when it began."""
+    for result in prelude:
+        if result.name == name:
+            return result
+    raise TrainingError(
+        f"rank {rank} cannot be taken over: while it starts again it calls {name}, which ranks have "
+        "not called when they began. Fix: call the same collectives whenever a run or epoch begins"
+    )
+
+
+def _meet(group: Group, calls: dict[int, Call], size: int) -> Result:
+    """Do one collective with the other processes."""
+    local = [(rank, call.name, call.data, _mask(call)) for rank, call in sorted(calls.items())]
+    rows = [row for each in group.gather(pickle.dumps(local)) for row in pickle.loads(each)]
+    rows.sort()
+    first = rows[0][1]
+    for rank, name, _, _ in rows:
+        if name != first:
+            return Result(first, [], problem=_apart(0, first, rank, name))
+    data = [row[2] for row in rows]
+    if rows[0][3] is None:
+        return Result(first, data)
+    present = [any(flags) for flags in zip(*(row[3] for row in rows), strict=True)]
+    return Result(first, data, _sums(group, calls, present, size))
+
+
+def _mask(call: Call) -> bytes | None:
+    if call.tensors is None:
+        return None
+    return bytes(tensor is not None for tensor in call.tensors)
+
+
+def _sums(
+    group: Group, calls: dict[int, Call], present: list[bool], size: int
+) -> list[tuple[list[int], torch.Tensor]]:
+    """Return the mean over ranks of the gradients that any rank has, flat."""
+    like = next(iter(calls.values())).like
+    by_type: dict[torch.dtype, list[int]] = {}
+    for index, tensor in enumerate(like):
+        if present[index]:
+            by_type.setdefault(tensor.dtype, []).append(index)
+    found = []
+    for indices in by_type.values():
+        leaves = []
+        for _, call in sorted(calls.items()):
+            assert call.tensors is not None
+            parts = (call.tensors[i] for i in indices)
+            flat = torch.cat(
+                [
+                    like[i].detach().new_zeros(like[i].numel()) if part is None else part.reshape(-1)
+                    for i, part in zip(indices, parts, strict=True)
+                ]
+            )
+            leaves.append(flat.div_(size))  # first, as DDP does: the sum may overflow in 16 bits
+        found.append((indices, group.sum(leaves)))
+    return found
+
+
+def spread(result: Result, like: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the index of each tensor that was summed, and its sum, a view."""
+    return chain.from_iterable(
+        zip(
+            indices,
+            (
+                part.view_as(like[i])
+                for i, part in zip(
+                    indices, flat.split([like[i].numel() for i in indices]), strict=True
+                )
+            ),
+            strict=True,
+        )
+        for indices, flat in result.sums
+    )

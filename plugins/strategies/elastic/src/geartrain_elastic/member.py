@@ -1,0 +1,282 @@
+"""A process of a run: it has some of the ranks, and may get those of another that has died."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore
+
+from geartrain import Run, UsageError
+from geartrain.parallel import ClusterEnvironment, raise_on_signals, rendezvous
+from geartrain_elastic.group import Group
+from geartrain_elastic.hub import Hub, RandomState, Snapshot
+from geartrain_parallel.forks import adopt_temporary_folder, guard_forks, let_children_die
+from geartrain_spawn.files import AnonymousFile
+from geartrain_spawn.handover import outcome, registered_names
+from geartrain_spawn.pickles import pickle_by_value_for_workers
+from geartrain_spawn.rank import Surroundings, die_with_starter, direct_output
+
+#: Seconds in which processes connect to each other, once all of them are there.
+_CONNECT = timedelta(seconds=20)
+#: Seconds between two reports of a process that waits.
+_PERIOD = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The processes of a run, from one change of them to the next."""
+
+    number: int
+    #: The number of each process, and its ranks.
+    members: tuple[tuple[int, tuple[int, ...]], ...]
+    #: The numbers of processes that have just started, and have no state yet.
+    new: frozenset[int] = frozenset()
+    #: Rank -> the error with which it failed, before another process took it over.
+    errors: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A rank has ended."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A rank has raised an error."""
+
+    rank: int
+    #: The error's type and message.
+    message: str
+    traceback: str
+    #: The pickled error, or nothing if it cannot be pickled.
+    error: bytes
+    #: True if the run ends with it; otherwise the process has ended, and another one tries again.
+    is_final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """A process waits in a collective."""
+
+    #: Collectives done.
+    done: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The run ends with an error, or is done."""
+
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Job:
+    """The task of one process."""
+
+    number: int
+    ranks: int
+    link: Connection
+    #: The pickled run.
+    payload: AnonymousFile
+    #: The file for the result of rank 0.
+    answer: AnonymousFile
+    address: str
+    port: int
+    #: The name of the run in the store.
+    key: str
+    threads: int
+    log: Path | None
+    surroundings: Surroundings
+
+
+def main(job: Job) -> None:
+    """Serve ranks in a new process until the starter ends it."""
+    die_with_starter()
+    direct_output(job.log)
+    # The starter decides; a terminal sends Ctrl-C to all processes.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    job.surroundings.take_over()
+    pickle_by_value_for_workers()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    adopt_temporary_folder()
+    torch.set_num_threads(job.threads)
+    guard_forks()
+    with raise_on_signals(()), suppress(EOFError, ConnectionError):  # the starter has gone
+        _Member(job).serve()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads of ranks may wait
+
+
+class _Member:
+    def __init__(self, job: Job) -> None:
+        self._job, self._hub = job, Hub(job.ranks)
+        self._store = PrefixStore(
+            job.key, rendezvous.connect(job.address, job.port, _CONNECT, job.number)
+        )
+        self._random = RandomState.now()
+        self._ranks: set[int] = set()
+        self._index = 0
+        self._errors: dict[int, str] = {}
+        self._lock = threading.Lock()
+
+    def serve(self) -> None:
+        """Do what the starter says, until it says to stop."""
+        generation: Generation | None = None
+        while True:
+            if self._job.link.poll(_PERIOD):
+                message = self._job.link.recv()
+                if isinstance(message, Stop):
+                    if message.error is None:
+                        return
+                    self._hub.fail(RuntimeError(message.error))
+                else:
+                    generation = message
+            elif (since := self._hub.waits_since) is not None:
+                self._tell(Waits(self._hub.done, time.monotonic() - since))
+            elif (lost := self._hub.lost) is not None and generation is None:
+                self._await_news(lost)
+            if generation is not None and self._join(generation):
+                generation = None
+
+    def _await_news(self, lost: BaseException) -> None:
+        """Wait for the next generation; end this process if none comes.
+
+        Raises:
+            RuntimeError: the connections have been lost, and no process has ended.
+        """
+        if not self._job.link.poll(_CONNECT.total_seconds()):
+            raise RuntimeError(f"process {self._job.number} has lost the others") from lost
+
+    def _tell(self, message: Any) -> None:
+        with self._lock, suppress(OSError):
+            self._job.link.send(message)
+
+    # --- changes of the processes -----------------------------------------------------------------
+
+    def _join(self, generation: Generation) -> bool:
+        """Connect to the processes of a generation; False if another one comes meanwhile."""
+        numbers = [number for number, _ in generation.members]
+        self._hub.close_group()
+        store = PrefixStore(str(generation.number), self._store)
+        store.set(f"here/{self._job.number}", "1")
+        while not store.check([f"here/{number}" for number in numbers]):
+            if self._job.link.poll(0.002):
+                return False
+        self._index = numbers.index(self._job.number)
+        try:
+            group = Group(store, self._index, [ranks for _, ranks in generation.members], _CONNECT)
+            self._align(group, generation, numbers)
+        except RuntimeError as error:  # a process has gone meanwhile
+            self._await_news(error)
+            return False
+        self._errors = generation.errors
+        for rank in dict(generation.members)[self._job.number]:
+            if rank not in self._ranks:
+                self._ranks.add(rank)
+                self._start(rank)
+        self._hub.open_group(group)
+        return True
+
+    def _align(self, group: Group, generation: Generation, numbers: list[int]) -> None:
+        """Give every process the newest result, and new ones the state of all ranks."""
+        is_new = self._job.number in generation.new
+        rows = group.gather(pickle.dumps(None if is_new else self._hub.done))
+        done = [pickle.loads(row) for row in rows]
+        most = max((count for count in done if count is not None), default=None)
+        if most is None:
+            return
+        source = done.index(most)
+        for index, count in enumerate(done):
+            if count == most or index == source:
+                continue
+            if self._index == source:
+                whole = count is None
+                group.send(self._hub.dump() if whole else self._hub.last_result(), index)
+            elif self._index == index:
+                data = group.receive(source)
+                (self._hub.load if is_new else self._hub.add_result)(data)
+
+    # --- ranks ------------------------------------------------------------------------------------
+
+    def _start(self, rank: int) -> None:
+        snapshot = self._hub.seat(rank)
+        threading.Thread(
+            target=self._work, args=(rank, snapshot), name=f"rank-{rank}", daemon=True
+        ).start()
+
+    def _work(self, rank: int, snapshot: Snapshot | None) -> None:
+        """Run one rank, from the beginning or from a state."""
+        run: Run | None = None
+        let_children_die()
+        try:
+            self._hub.begin(rank, self._random)
+            run, worker = self._job.payload.load()
+            known = registered_names(run.module)
+            self._prepare(run, rank, snapshot)
+            result = worker(self._index)
+            if rank == 0:
+                self._job.answer.dump(outcome(run, result, known))
+            run = None
+            self._tell(Ended(rank))
+        except BaseException as error:
+            if run is not None:
+                run.hooks.explain(error, notes=False)
+            self._fail(rank, error)
+        finally:
+            self._hub.finish(rank)
+
+    def _prepare(self, run: Run, rank: int, snapshot: Snapshot | None) -> None:
+        job = self._job
+        place = ClusterEnvironment(
+            "geartrain", rank, job.ranks, rank, job.ranks, 0, job.address, job.port
+        )
+        run.cluster = run.trainer.cluster = place
+        run.store = PrefixStore("run", self._store)
+        run.loop.report_failure = partial(self._fail, rank)
+        from geartrain_elastic.strategy import ElasticStrategy
+
+        strategy = next(p.plugin for p in run.hooks.parts if isinstance(p.plugin, ElasticStrategy))
+        strategy.hub = self._hub
+        if snapshot is not None:
+            strategy.weight = snapshot.weight
+            run.loop.memory_checkpoint = snapshot.checkpoint()
+            run.plan = replace(run.plan, resumes=True)
+
+    def _fail(self, rank: int, error: BaseException) -> None:
+        """Report the error of a rank, and end this process if another one may try again."""
+        if self._hub.error is not None:
+            return
+        message = f"{type(error).__name__}: {error}"
+        pickled = b""
+        with suppress(Exception):
+            pickled = pickle.dumps(error)
+        is_final = isinstance(error, UsageError) or self._errors.get(rank) == message
+        text = "".join(traceback.format_exception(error)).rstrip()
+        self._hub.error = error
+        self._tell(Failed(rank, message, text, pickled, is_final))
+        if not is_final:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+
+gc.freeze()

@@ -1,0 +1,314 @@
+"""The process that called ``fit``: start the processes, replace those that die, return the result.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from multiprocessing import connection, util
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from geartrain import Run, TrainingError
+from geartrain.parallel import ClusterEnvironment, Patience, raise_on_signals, reserve
+from geartrain_elastic import member
+from geartrain_elastic.member import Ended, Failed, Generation, Job, Stop, Waits
+from geartrain_parallel.supervisor import is_stopped
+from geartrain_spawn.files import AnonymousFile
+from geartrain_spawn.handover import apply_result
+from geartrain_spawn.rank import Surroundings
+from geartrain_spawn.starter import RankError, pack, refuse_launcher, start_context, without_main
+
+if TYPE_CHECKING:
+    from geartrain_elastic.strategy import ElasticStrategy
+
+_numbers = itertools.count(1)
+#: Times that processes may die in one collective, one after the other.
+_DEATHS = 3
+
+
+def run_in_members(run: Run, worker: Callable[[int], Any], strategy: ElasticStrategy) -> Any:
+    """Call ``worker`` for each rank of a run, in new processes.
+
+    Args:
+        run: the run; afterwards it and its objects are as after a run in this process.
+        worker: called in each rank.
+        strategy: with its options.
+
+    Returns:
+        The result of ``worker`` in rank 0.
+
+    Raises:
+        UsageError: an object cannot be pickled; no process was started.
+        TrainingError: too many processes have died.
+    """
+    refuse_launcher(run)
+    payload, answer = pack(run, worker), AnonymousFile()
+    logs = (
+        Path(tempfile.mkdtemp(prefix="geartrain-logs-"))
+        if run.output is None
+        else run.output.absolute() / "logs"
+    )
+    logs.mkdir(parents=True, exist_ok=True)
+    util.get_temp_dir()  # loader workers share it, so a killed process leaves no folder
+    members = _Members(run, strategy, payload, answer, logs)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    try:
+        with raise_on_signals() if in_main_thread else nullcontext():
+            members.watch()
+            result = answer.load()
+    finally:
+        members.end()
+        payload.close()
+    if run.output is None:
+        shutil.rmtree(logs, ignore_errors=True)
+    applied = apply_result(run, result)
+    answer.close()
+    return applied
+
+
+@dataclass(slots=True)
+class _Process:
+    """A process that this one has started."""
+
+    number: int
+    process: multiprocessing.process.BaseProcess
+    link: Connection
+    ranks: list[int]
+    #: Collectives done, and for how long it waits in the next one; ``None`` while it works.
+    waits: tuple[int, float] | None = None
+    heard: float = 0.0
+    stopped_since: float | None = None
+    failed: Failed | None = None
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid or 0
+
+
+@dataclass(slots=True)
+class _Members:
+    """The processes of one run.
+
+    Args:
+        run: the caller's.
+        strategy: with its options.
+        payload: the pickled run.
+        answer: for the result of rank 0.
+        logs: the folder for output.
+    """
+
+    run: Run
+    strategy: ElasticStrategy
+    payload: AnonymousFile
+    answer: AnonymousFile
+    logs: Path
+    _place: ClusterEnvironment = field(init=False)
+    _key: str = field(init=False)
+    _processes: dict[int, _Process] = field(default_factory=dict)
+    _ended: set[int] = field(default_factory=set)
+    _errors: dict[int, str] = field(default_factory=dict)
+    _generations: Iterator[int] = field(default_factory=itertools.count)
+    _started: Iterator[int] = field(default_factory=itertools.count)
+    #: Collectives done at the last death, and the deaths since.
+    _deaths: tuple[int, int] = (-1, 0)
+    _done: int = 0
+
+    def watch(self) -> None:
+        """Start the processes, and replace those that die, until all ranks have ended.
+
+        Raises:
+            TrainingError: too many have died, or have hung.
+            BaseException: the error of a rank.
+        """
+        plan = self.run.plan
+        size, count = plan.processes or 1, len(plan.devices)
+        self._place = reserve(self.run, self.strategy.timeout)[0]
+        self._key = f"elastic/{next(_numbers)}"
+        bounds = [size * i // count for i in range(count + 1)]
+        for first, end in itertools.pairwise(bounds):
+            self._start(list(range(first, end)))
+        self._publish()
+        while len(self._ended) < size:
+            self._look()
+        for each in self._processes.values():
+            self._send(each, Stop())
+
+    def _start(self, ranks: list[int]) -> int:
+        number = next(self._started)
+        here, there = multiprocessing.Pipe()
+        job = Job(
+            number=number,
+            ranks=self.run.plan.processes or 1,
+            link=there,
+            payload=self.payload,
+            answer=self.answer,
+            address=str(self._place.master_addr),
+            port=int(self._place.master_port or 0),
+            key=self._key,
+            threads=self.strategy.threads,
+            log=None if 0 in ranks else self.logs / f"process-{number}.log",
+            surroundings=Surroundings.here(),
+        )
+        process = start_context().Process(target=member.main, args=(job,), name=f"member-{number}")
+        with without_main():
+            process.start()
+        there.close()
+        self._processes[number] = _Process(number, process, here, ranks, heard=time.monotonic())
+        return number
+
+    def _publish(self, new: frozenset[int] = frozenset()) -> None:
+        """Tell every process which ones there are."""
+        members = tuple((each.number, tuple(each.ranks)) for each in self._processes.values())
+        generation = Generation(next(self._generations), members, new, dict(self._errors))
+        for each in self._processes.values():
+            self._send(each, generation)
+
+    def _send(self, process: _Process, message: Any) -> None:
+        with suppress(OSError):  # it has died: its sentinel says so
+            process.link.send(message)
+
+    # --- watching ---------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Wait until a process says something or ends, and act."""
+        processes = list(self._processes.values())
+        ready = connection.wait(
+            [*(p.link for p in processes), *(p.process.sentinel for p in processes)], 1.0
+        )
+        dead = []
+        for each in processes:
+            if each.link in ready:
+                self._read(each)
+            if not each.process.is_alive():
+                self._read(each)
+                dead.append(each)
+        dead += self._hung(processes)
+        if dead:
+            self._replace(dead)
+
+    def _read(self, process: _Process) -> None:
+        """Read what a process has said."""
+        with suppress(EOFError, OSError):
+            while process.link.poll():
+                message = process.link.recv()
+                process.heard = time.monotonic()
+                if isinstance(message, Ended):
+                    self._ended.add(message.rank)
+                elif isinstance(message, Waits):
+                    process.waits = message.done, time.monotonic() - message.seconds
+                    self._done = max(self._done, message.done)
+                elif message.is_final:
+                    raise self._final(message)
+                else:
+                    process.failed = message
+
+    def _final(self, failed: Failed) -> BaseException:
+        for each in self._processes.values():
+            self._send(each, Stop(f"rank {failed.rank} has failed: {failed.message}"))
+        self._wait_for_end()
+        error: BaseException
+        try:
+            error = pickle.loads(failed.error)
+            error.add_note(f"raised on rank {failed.rank}")
+        except Exception:
+            error = TrainingError(f"rank {failed.rank} failed: {failed.message}")
+        error.__cause__ = RankError(failed.traceback)
+        return error
+
+    def _hung(self, processes: list[_Process]) -> list[_Process]:
+        """Kill the processes for which the others have waited too long, and those that stand."""
+        limit, patience = self.strategy.timeout.total_seconds(), Patience.from_environment()
+        current, late = time.monotonic(), []
+        for each in processes:
+            if not is_stopped(each.pid):
+                each.stopped_since = None
+            elif each.stopped_since is None:
+                each.stopped_since = current
+            elif current - each.stopped_since > patience.stopped:
+                late.append(each)
+        # A process that waits says so every second.
+        waiting = [p for p in processes if p.waits is not None and current - p.heard < 3.0]
+        longest = max((current - p.waits[1] for p in waiting if p.waits), default=0.0)
+        if longest > limit:
+            late += [p for p in processes if p not in waiting and p not in late]
+        for each in late:
+            each.process.kill()
+            each.process.join()
+        return late
+
+    def _replace(self, dead: list[_Process]) -> None:
+        for each in dead:
+            del self._processes[each.number]
+            each.link.close()
+        lost = [[rank for rank in each.ranks if rank not in self._ended] for each in dead]
+        if not any(lost):
+            return
+        described = "; ".join(map(_describe, dead))
+        deaths = self._deaths[1] + 1 if self._deaths[0] == self._done else 1
+        self._deaths = self._done, deaths
+        if not self._processes:
+            failed = next((each.failed for each in dead if each.failed is not None), None)
+            if failed is not None:
+                raise self._final(failed)
+            raise TrainingError(f"no process is left: {described}")
+        if deaths > _DEATHS * len(self.run.plan.devices):
+            raise TrainingError(f"processes die again and again: {described}")
+        new = []
+        for each, ranks in zip(dead, lost, strict=True):
+            if each.failed is not None:
+                self._errors[each.failed.rank] = each.failed.message
+            if self.strategy.replace and ranks:
+                new.append(self._start(ranks))
+            else:
+                self._deal(ranks)
+        if len(self._processes) < self.strategy.min_processes:
+            raise TrainingError(
+                f"{described}, and {len(self._processes)} processes are left, fewer than "
+                f"min_processes={self.strategy.min_processes}"
+            )
+        then = "another one takes its place" if self.strategy.replace else "the others go on"
+        print(f"geartrain: {described}; {then}", file=sys.stderr, flush=True)
+        self._publish(frozenset(new))
+
+    def _deal(self, ranks: list[int]) -> None:
+        for rank in ranks:
+            fewest = min(self._processes.values(), key=lambda each: len(each.ranks))
+            fewest.ranks = sorted([*fewest.ranks, rank])
+
+    # --- ending -----------------------------------------------------------------------------------
+
+    def _wait_for_end(self) -> None:
+        deadline = time.monotonic() + Patience.from_environment().grace
+        for each in self._processes.values():
+            each.process.join(max(0.0, deadline - time.monotonic()))
+
+    def end(self) -> None:
+        """End every process."""
+        self._wait_for_end()
+        for each in self._processes.values():
+            if each.process.is_alive():
+                each.process.kill()
+            each.process.join()
+            each.link.close()
+
+
+def _describe(process: _Process) -> str:
+    ranks = ", ".join(map(str, process.ranks))
+    name = f"the process of rank{'s' * (len(process.ranks) > 1)} {ranks}"
+    if process.failed is not None:
+        return f"rank {process.failed.rank} failed: {process.failed.message}"
+    code = process.process.exitcode or 0
+    return f"{name} was ended by {signal.Signals(-code).name}" if code < 0 else f"{name} has ended"

@@ -1,0 +1,313 @@
+"""The strategy elastic: the training of a fixed number of ranks, on any number of processes."""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+import threading
+from array import array
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import replace as changed
+from datetime import timedelta
+from itertools import chain, islice
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from geartrain import Layout, Plan, PlanRequest, Run, TrainingError, UsageError, World, hookimpl
+from geartrain.parallel import SeveralRanks, refuse_unequal, shard
+from geartrain.plugin_api import RankCoordinator
+from geartrain_elastic.hub import UNKNOWN, Call, Hub, Result, spread
+from geartrain_elastic.starter import run_in_members
+from geartrain_spawn.pickles import dump
+
+
+class ElasticStrategy:
+    """Strategy ``elastic``: equal bits on any number of processes, which may die.
+
+    The training is that of ``virtual_ranks`` ranks, however many processes run them. If a process
+    dies, its ranks go on in another one where they were, while the others wait.
+
+    Args:
+        virtual_ranks: the ranks; default: one for each of ``devices``, the number of processes.
+        replace: start a process in place of one that has died. Otherwise the others take over its
+            ranks.
+        min_processes: end the run if fewer are left, without ``replace``.
+        timeout: seconds, or a timedelta, that processes wait for one that does not come to a
+            collective, before they do without it.
+        threads: of each process. Another number gives other bits.
+
+    Raises:
+        UsageError: a number is below 1, or ``timeout`` is not above 0.
+    """
+
+    capabilities: ClassVar[dict[str, Any]] = {"multi_node": False}
+    #: A session must be launched with a function: its processes have no other entry point.
+    needs_function = True
+    #: Pickles objects for a rank; ``geartrain doctor --pickle`` uses it to find objects that fail.
+    dump = staticmethod(dump)
+
+    def __init__(
+        self,
+        virtual_ranks: int | None = None,
+        replace: bool = True,
+        min_processes: int = 1,
+        timeout: float | timedelta = 300.0,
+        threads: int = 1,
+    ) -> None:
+        if isinstance(timeout, timedelta):
+            timeout = timeout.total_seconds()
+        if not 0 < timeout <= threading.TIMEOUT_MAX:
+            most = f"{threading.TIMEOUT_MAX:.0f}"
+            raise UsageError(f"timeout={timeout!r} must be above 0 and at most {most} seconds.")
+        numbers = {"virtual_ranks": virtual_ranks, "min_processes": min_processes}
+        for name, number in {**numbers, "threads": threads}.items():
+            if number is not None and number < 1:
+                raise UsageError(f"{name}={number!r} must be 1 or more.")
+        self.virtual_ranks, self.replace, self.min_processes = virtual_ranks, replace, min_processes
+        self.timeout, self.threads = timedelta(seconds=timeout), threads
+        #: The ranks of this process; set in it.
+        self.hub: Hub | None = None
+        #: The result of the first ``total_weight`` of the fit.
+        self.weight: Any = UNKNOWN
+        #: See ``Call.phase``.
+        self._phase = "start"
+
+    @hookimpl
+    def plan_processes(self, request: PlanRequest) -> Layout:
+        return Layout(self.virtual_ranks or len(request.devices), 1)
+
+    @hookimpl
+    def check_plan(self, plan: Plan) -> None:
+        label, ranks = plan.strategy.label, plan.processes or 1
+        if plan.accelerator.name != "cpu" or plan.num_nodes > 1:
+            raise UsageError(
+                f"{label} works with processes of one machine on the cpu, not on {plan.num_nodes} "
+                f"node(s) with {plan.accelerator.name}. Fix: --strategy ddp"
+            )
+        if ranks < len(plan.devices):
+            raise UsageError(
+                f"{label}: virtual_ranks={ranks} are fewer than the {len(plan.devices)} processes "
+                f"of devices. Fix: --devices {ranks}"
+            )
+
+    @hookimpl
+    def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
+        return run_in_members(run, worker, self)
+
+    @hookimpl
+    def setup_process_group(self, run: Run) -> World:
+        place = run.cluster
+        assert place is not None
+        return World(place.rank, place.size, place.local_rank, place.local_size, place.node_rank)
+
+    @hookimpl
+    def make_coordinator(self) -> RankCoordinator:
+        return _Coordinator(self)
+
+    @hookimpl
+    def shard_dataloader(self, run: Run, loader: Iterable[Any], stage: str) -> Iterable[Any]:
+        return shard(run, loader, stage)
+
+    @hookimpl
+    def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
+        model = model.to(run.device)
+        if run.loop.memory_checkpoint is not None:  # which has the weights
+            return model
+        tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+        data = _bytes_of(tensors) if run.world.rank == 0 else b""
+        self._phase = ""
+        _copy(tensors, self._exchange(run, Call("wrap_model", data)).data[0])
+        self._phase = "start"
+        return model
+
+    @hookimpl
+    def reduce_gradients(self, run: Run) -> None:
+        parameters = [p for p in run.parameters_of_step().values() if p.requires_grad]
+        # As DDP: the next forward has rank 0's buffers.
+        buffers = list(run.module.buffers())
+        data = _bytes_of(buffers) if buffers and run.world.rank == 0 else b""
+        result = self._reduce(run, parameters, [p.grad for p in parameters], data)
+        if buffers:
+            _copy(buffers, result.data[0])
+
+    def average_gradients(
+        self, run: Run, parameters: Sequence[nn.Parameter], changed: Sequence[bool]
+    ) -> list[nn.Parameter]:
+        """Average gradients over ranks; manual optimisation calls it after each backward.
+
+        Returns:
+            The parameters whose gradients were averaged.
+        """
+        grads = [p.grad if new else None for p, new in zip(parameters, changed, strict=True)]
+        result = self._reduce(run, parameters, grads)
+        return [parameters[index] for indices, _ in result.sums for index in indices]
+
+    def _reduce(
+        self,
+        run: Run,
+        parameters: Sequence[nn.Parameter],
+        grads: Sequence[torch.Tensor | None],
+        data: bytes = b"",
+    ) -> Result:
+        if any(grad is not None and grad.layout is not torch.strided for grad in grads):
+            raise TrainingError(
+                f"{run.plan.strategy.label}: sparse gradients cannot be averaged over ranks here. "
+                "Fix: sparse=False in nn.Embedding"
+            )
+        result = self._exchange(run, Call("reduce_gradients", data, grads, parameters))
+        means, current = [], []
+        for index, mean in spread(result, parameters):
+            grad = parameters[index].grad
+            if grad is None:
+                parameters[index].grad = mean.clone()
+            else:
+                means.append(mean)
+                current.append(grad.detach())
+        if current:
+            torch._foreach_copy_(current, means)
+        return result
+
+    @hookimpl
+    def on_step_end(self, run: Run) -> None:
+        if run.world.size > 1:
+            assert isinstance(run.coordinator, _Coordinator)
+            run.coordinator.snapshot(run)
+
+    # --- where the run is -------------------------------------------------------------------------
+
+    @hookimpl(wrapper=True)
+    def on_sanity_check_start(self) -> Generator[None, Any, Any]:
+        self._phase = ""
+        return (yield)
+
+    @hookimpl
+    def on_sanity_check_end(self) -> None:
+        self._phase = "start"
+
+    @hookimpl(wrapper=True)
+    def on_epoch_start(self) -> Generator[None, Any, Any]:
+        self._phase = "epoch"
+        return (yield)
+
+    @hookimpl(wrapper=True)
+    def on_train_batch_start(self) -> Generator[None, Any, Any]:
+        self._phase = ""
+        return (yield)
+
+    # --- collectives ------------------------------------------------------------------------------
+
+    @hookimpl
+    def log_sync(self, run: Run, values: torch.Tensor) -> torch.Tensor:
+        name = f"log_sync of {len(values)} numbers"
+        rows = self._exchange(run, Call(name, array("d", values.tolist()).tobytes())).data
+        return torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.float64).view(
+            len(rows), len(values)
+        ) if len(values) else values.new_empty(len(rows), 0)
+
+    @hookimpl
+    def all_gather(self, run: Run, tensor: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
+        tensor = tensor.detach().contiguous()
+        data = pickle.dumps((tensor.dtype, list(tensor.shape), _bytes_of([tensor])))
+        rows = [pickle.loads(row) for row in self._exchange(run, Call("all_gather", data)).data]
+        refuse_unequal([row[1] for row in rows], [row[0] for row in rows], tensor.dtype)
+        table = [torch.empty(shape, dtype=dtype) for dtype, shape, _ in rows]
+        for each, (_, _, content) in zip(table, rows, strict=True):
+            _copy([each], content)
+        return torch.stack(table) if len({each.shape for each in table}) == 1 else table
+
+    @hookimpl
+    def broadcast(self, run: Run, obj: Any, src: int) -> Any:
+        is_source = run.world.rank == src
+        call = Call(f"broadcast from rank {src}", pickle.dumps(obj) if is_source else b"")
+        data = self._exchange(run, call).data
+        return obj if is_source else pickle.loads(data[src])
+
+    @hookimpl
+    def barrier(self, run: Run) -> None:
+        self._exchange(run, Call("barrier"))
+
+    @hookimpl
+    def teardown_process_group(self) -> None:
+        """Do nothing: the process keeps its connections until all ranks have ended."""
+
+    def _exchange(self, run: Run, call: Call) -> Result:
+        assert self.hub is not None
+        return self.hub.exchange(run.world.rank, changed(call, phase=self._phase))
+
+
+class _Coordinator(SeveralRanks):
+    """The common work of ranks, which also keep their states for each other."""
+
+    def __init__(self, strategy: ElasticStrategy) -> None:
+        self._strategy = strategy
+        #: The states of all ranks, while a snapshot is taken.
+        self._states: list[bytes] | None = None
+
+    def check(self, run: Run, checkpoint: str | None = None) -> None:
+        if run.loop.memory_checkpoint is None:  # otherwise the rank has passed it before
+            super().check(run, checkpoint)
+
+    def total_weight(self, run: Run, weight: Any) -> Any:
+        if run.loop.weights is not None:
+            return super().total_weight(run, weight)
+        strategy, hub = self._strategy, self._strategy.hub
+        assert hub is not None
+        # The first loss of a rank that has started again is not the first of the run.
+        if strategy.weight == UNKNOWN:
+            hub.weight = strategy.weight = super().total_weight(run, weight)
+        return strategy.weight
+
+    def batches(self, run: Run, batches: Iterable[Any], limit: int | None) -> Iterator[Any]:
+        resumed = run.loop.resumed if run.stage == "train" else None
+        if resumed is None or not resumed.batch_idx:
+            return super().batches(run, batches, limit)
+        # These were there before: ranks need not agree on them.
+        count, iterator = resumed.batch_idx - run.stages["train"].first, iter(batches)
+        rest = super().batches(run, iterator, None if limit is None else limit - count)
+        return chain(self._skipped(run, iterator, count), rest)
+
+    def _skipped(self, run: Run, batches: Iterator[Any], count: int) -> Iterator[Any]:
+        hub = self._strategy.hub
+        assert hub is not None
+        for number, batch in enumerate(islice(batches, count), 1):
+            if number == count:  # the loop restores the rest of its state, and goes on
+                self._strategy._phase = ""
+                hub.go_on(run.world.rank)
+            yield batch
+
+    def gather_states(self, run: Run, local: dict[str, Any]) -> list[dict[str, Any]]:
+        name = "checkpoint" if self._states is None else "snapshot"
+        data = self._strategy._exchange(run, Call(name, pickle.dumps(local))).data
+        if self._states is not None:
+            self._states = data
+            return []
+        return [pickle.loads(each) for each in data] if run.world.rank == 0 else [local]
+
+    def snapshot(self, run: Run) -> None:
+        """Keep the state of all ranks at the end of this step."""
+        hub = self._strategy.hub
+        assert hub is not None
+        self._states = []
+        state = run.checkpoint(run.epoch)
+        hub.keep(run.world.rank, state, self._states)
+        self._states = None
+
+
+def _bytes_of(tensors: Sequence[torch.Tensor]) -> bytes:
+    return b"".join(
+        ctypes.string_at(same.data_ptr(), same.numel() * same.element_size())
+        for same in (tensor.detach().contiguous() for tensor in tensors)
+    )
+
+
+def _copy(tensors: Sequence[torch.Tensor], data: bytes) -> None:
+    """Copy data that :func:`_bytes_of` returned for tensors of the same shapes and types."""
+    place, content = 0, bytearray(data)
+    for tensor in tensors:
+        if tensor.numel():
+            size = tensor.numel() * tensor.element_size()
+            source = torch.frombuffer(content, dtype=tensor.dtype, count=tensor.numel(), offset=place)
+            tensor.detach().copy_(source.view(tensor.shape))
+            place += size
