@@ -82,6 +82,8 @@ def draw(seed: int, number: int, strategy: str | None = None) -> dict[str, Any]:
         case["ranks"] = 1
     if case["data"] != "map":  # a stream is not shuffled, and has no batch of one sample
         case["shuffle"], case["samples"] = False, 24
+    if case["data"] == "iterable" and case["persistent"] and case["workers"]:
+        case["noise"] = False  # nobody knows the random state of such workers; a warning says so
     return case
 
 
@@ -128,8 +130,8 @@ class Batches:
 
 
 class Net(gt.Module):
-    #: The kill; no hyperparameter, because the files before it must be those of the whole run.
-    kill: dict[str, Any]
+    #: The kills; no hyperparameter, because the files before must be those of the whole run.
+    kills: list[dict[str, Any]]
 
     def __init__(self, case: dict[str, Any]) -> None:
         super().__init__()
@@ -145,7 +147,7 @@ class Net(gt.Module):
             self.total = torchmetrics.MetricCollection([torchmetrics.MaxMetric()])
 
     def setup(self, stage: str) -> None:
-        self.moments = Moments(self.kill, self.global_rank)
+        self.moments = Moments(self.kills, self.global_rank)
 
     def train_dataloader(self) -> Any:
         case = self.case
@@ -203,11 +205,12 @@ class Moments:
     """Count this rank's steps and its operations on files, and kill at the one that is asked for.
 
     Args:
-        kill: ``at``: the number of the moment, 0: never; ``rank``; ``all``: kill all processes.
+        kills: each with ``at``: the number of the moment, 0: never; ``rank``; ``all``: kill all
+            processes; ``done``: a file, if a rank that starts again must not be killed again.
     """
 
-    def __init__(self, kill: dict[str, Any], rank: int) -> None:
-        self.kill, self.rank, self.done = kill, rank, 0
+    def __init__(self, kills: list[dict[str, Any]], rank: int) -> None:
+        self.kills, self.rank, self.done = kills, rank, 0
         write = atomic._File.write
 
         def half(file: Any, data: Any) -> None:
@@ -226,12 +229,17 @@ class Moments:
 
     def count(self, before: Callable[[], Any] | None = None) -> None:
         self.done += 1
-        if self.done == self.kill["at"] and self.rank == self.kill["rank"]:
-            if before is not None:
-                before()
-            if self.kill["all"]:
-                os.killpg(int(os.environ["DRILL_GROUP"]), signal.SIGKILL)
-            os.kill(os.getpid(), signal.SIGKILL)
+        for kill in self.kills:
+            if self.done == kill["at"] and self.rank == kill["rank"]:
+                if "done" in kill:
+                    if os.path.exists(kill["done"]):
+                        continue
+                    os.close(os.open(kill["done"], os.O_CREAT))
+                if before is not None:
+                    before()
+                if kill["all"]:
+                    os.killpg(int(os.environ["DRILL_GROUP"]), signal.SIGKILL)
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def __reduce__(self) -> Any:
         return int, (0,)  # ddp_spawn returns the module to its caller
@@ -288,17 +296,19 @@ def callbacks_of(case: dict[str, Any]) -> list[Any]:
     return found
 
 
-def program(case: dict[str, Any], folder: str, kill: dict[str, Any]) -> None:
+def program(case: dict[str, Any], folder: str, kills: list[dict[str, Any]]) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("DRILL_GROUP", str(os.getpgid(0)))
-    bagua = case["strategy"] == "bagua"
     # With three ranks the order of additions depends on the buckets, which torch's DDP orders anew
     # after its first step, unless it looks for unused parameters.
-    unused = {"find_unused_parameters": True} if case["ranks"] == 3 else None
+    options = {"find_unused_parameters": True} if case["ranks"] == 3 else None
+    if case["strategy"] in ("bagua", "elastic"):
+        names = {"bagua": ["algorithm"], "elastic": ["virtual_ranks", "replace"]}
+        options = {name: case[name] for name in names[case["strategy"]]}
     trainer = gt.Trainer(
         accelerator="cpu",
         strategy=case["strategy"],
-        strategy_options={"algorithm": case["algorithm"]} if bagua else unused,
+        strategy_options=options,
         devices=case["ranks"],
         max_epochs=EPOCHS if case["end"] == "epochs" else -1,
         max_steps=-1 if case["end"] == "epochs" else STEPS,
@@ -312,17 +322,19 @@ def program(case: dict[str, Any], folder: str, kill: dict[str, Any]) -> None:
         seed=1,
     )
     module = Net(case)
-    module.kill = kill
+    module.kills = kills
     trainer.fit(module, ckpt_path="auto")
 
 
 # --- the drill ------------------------------------------------------------------------------------
 
 
-def start(case: dict[str, Any], folder: Path, kill: dict[str, Any]) -> tuple[int | None, str]:
+def start(
+    case: dict[str, Any], folder: Path, kills: list[dict[str, Any]]
+) -> tuple[int | None, str]:
     """Run the program; return its exit code and its output, with a note if it left a process."""
     folder.mkdir(exist_ok=True)
-    arguments = ["program", json.dumps(case), str(folder), json.dumps(kill)]
+    arguments = ["program", json.dumps(case), str(folder), json.dumps(kills)]
     out = folder.with_name(f"{folder.name}.out")
     pid = os.fork()  # of this process, which has imported torch; ranks are started by the program
     if pid == 0:
@@ -334,7 +346,7 @@ def start(case: dict[str, Any], folder: Path, kill: dict[str, Any]) -> tuple[int
         sys.orig_argv[:] = [sys.executable, __file__, *arguments]
         code = 1
         try:
-            program(case, str(folder), kill)
+            program(case, str(folder), kills)
             code = 0
         except BaseException:
             traceback.print_exc()
@@ -437,10 +449,10 @@ def kill_of(choose: random.Random, case: dict[str, Any], whole: Path) -> dict[st
 
 def outcome(case: dict[str, Any], whole: Path, folder: Path, kill: dict[str, Any]) -> list[str]:
     """Kill, resume and compare; return what is wrong."""
-    code, out = start(case, folder, kill)
+    code, out = start(case, folder, [kill])
     if code == 0:
         return [f"the kill did not end the run: {out[-400:]}"]
-    code, more = start(case, folder, NEVER)
+    code, more = start(case, folder, [NEVER])
     wrong = differences(whole, folder) if code == 0 else [f"exit code {code}: {more[-1500:]}"]
     return [*wrong, *re.findall("A PROCESS WAS LEFT|TIMEOUT", out + more)]
 
@@ -469,7 +481,7 @@ def main() -> None:
             choose = random.Random(f"{given.seed} {number} kills")
             whole = Path(given.keep or temporary, str(number))
             whole.parent.mkdir(parents=True, exist_ok=True)
-            code, out = start(case, whole, NEVER)
+            code, out = start(case, whole, [NEVER])
             if code:
                 refused = "UsageError" in out or "Fix:" in out
                 counts["refused" if refused else "wrong"] += 1

@@ -860,6 +860,14 @@ def test_a_stream_is_skipped_with_a_warning(tmp_path):
         assert_resumes(tmp_path, whole, lines, 3, train=DataLoader(Lines(), batch_size=4))
 
 
+def test_streams_with_persistent_workers_have_a_warning(tmp_path):
+    stream = DataLoader(Lines(), batch_size=4, num_workers=1, persistent_workers=True)
+    train(tmp_path, epochs=1, train=stream)
+    words = "has persistent workers, whose random numbers start again: 0 batches are taken"
+    with pytest.warns(UserWarning, match=words):
+        train(tmp_path, epochs=2, path="last", train=stream)
+
+
 def test_an_iterator_is_skipped_with_a_warning(tmp_path):
     batches = [batch for _ in range(3) for batch in loader(28)]
     train(tmp_path, epochs=1, train=iter(batches), limit_train_batches=7)

@@ -189,6 +189,11 @@ def sizes(data, collate_fn=None, batch_size=4):
         return [sizer.size(batch) for batch in data], len(caught)
 
 
+def test_a_run_may_resume_with_the_last_batch_of_an_epoch():
+    batch = [torch.zeros(3, 9), torch.zeros(3)]
+    assert BatchSizer(DataLoader(range(11), batch_size=4)).size(batch) == 3
+
+
 @pytest.mark.parametrize(
     ("collate", "expected", "warned"),
     [

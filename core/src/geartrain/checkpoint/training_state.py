@@ -38,9 +38,6 @@ if TYPE_CHECKING:
 FORMAT = 1
 
 
-# --- saving ---------------------------------------------------------------------------------------
-
-
 def training_state(run: Run, epochs: int) -> dict[str, Any]:
     """Return the state that a ``fit`` needs to resume from here. Every rank calls it.
 
@@ -140,9 +137,6 @@ def parameter_names(run: Run, optimizer: Optimizer) -> list[str]:
     """Return the names of an optimizer's parameters, in its order; ``""`` if not the module's."""
     named = {parameter: name for name, parameter in run.module.named_parameters()}
     return [named.get(p, "") for group in optimizer.param_groups for p in group["params"]]
-
-
-# --- loading --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,8 +285,12 @@ def _warn_of_replay(run: Run, batch_idx: int) -> None:
     for loader in run.stages["train"].single_loaders() if run.world.rank == 0 else ():
         one_shot = isinstance(loader, Iterator)
         stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
-        if (stream and batch_idx) or (one_shot and (batch_idx or run.loop.batches_seen)):
+        # Workers that persist draw from where they were, which nobody knows.
+        persist = stream and run.epoch > 0 and getattr(loader, "persistent_workers", False)
+        if persist or (stream and batch_idx) or (one_shot and (batch_idx or run.loop.batches_seen)):
             message = "cannot be told where to resume"
+            if persist:
+                message = "has persistent workers, whose random numbers start again"
             if one_shot:
                 message = "is an iterator, which continues from its own position"
             message = f"{describe(loader)} {message}: {batch_idx} batches are taken from it and"
@@ -367,9 +365,6 @@ def _load_parts(run: Run, fit: dict[str, Any], unshared: dict[str, Any], path: P
         stateless.append(f"it has state of {', '.join(absent)}, which this run does not have")
     if stateless and run.world.rank == 0:
         warn(f"{path}: {'; '.join(stateless)}")
-
-
-# --- random generators ----------------------------------------------------------------------------
 
 
 def _loaders(run: Run) -> list[Any]:

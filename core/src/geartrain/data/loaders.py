@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import product
 from multiprocessing import util
 from typing import TYPE_CHECKING, Any
 
@@ -188,12 +187,12 @@ class BatchSizer:
         size = self.loader_batch_size
         samples = length(getattr(self._loader, "sampler", None))
         expected = size if size is None or samples is None else min(size, samples)
-        # A run may resume with the last batch of an epoch, which has the samples that are left.
-        left = samples % size if size and samples else None
+        remainder = samples % size if size and samples else None  # a run may resume with that batch
         rules = (first_size, _last_size, _listed_size, _outer_size)
-        for wanted, rule in product((expected, left), rules):
-            if wanted and rule(batch) == wanted:
-                return rule
+        for wanted in (expected, remainder):
+            for rule in rules:
+                if wanted and rule(batch) == wanted:
+                    return rule
         found = sorted(set(_first_dimensions(batch)))
         if len(found) < 2 and (expected is None or (found and (expected == 1 or samples is None))):
             # Nothing contradicts it: the loader has no batch size, its dataset makes batches, or it

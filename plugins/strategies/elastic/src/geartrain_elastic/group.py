@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from datetime import timedelta
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,20 +63,18 @@ class Group:
         block[: len(first)] = first
         table = torch.empty(self.size * _BLOCK, dtype=torch.uint8)
         gloo._allgather_base(table, block).wait()
-        rows = [_to_bytes(row) for row in table.split(_BLOCK)]
+        rows = [_to_bytes(row) for row in torch.split(table, _BLOCK)]
         lengths = [int.from_bytes(row[:_LENGTH], "little") for row in rows]
         found = [row[_LENGTH : _LENGTH + n] for row, n in zip(rows, lengths, strict=True)]
         most = max(lengths) - (_BLOCK - _LENGTH)
         if most > 0:
-            rest = torch.zeros(most, dtype=torch.uint8)
+            tail = torch.zeros(most, dtype=torch.uint8)
             if more := sent[_BLOCK - _LENGTH :]:
-                rest[: len(more)] = _to_tensor(more)
+                tail[: len(more)] = _to_tensor(more)
             table = torch.empty(self.size * most, dtype=torch.uint8)
-            gloo._allgather_base(table, rest).wait()
-            tails = map(_to_bytes, table.split(most))
-            found = [
-                (head + tail)[:n] for head, tail, n in zip(found, tails, lengths, strict=True)
-            ]
+            gloo._allgather_base(table, tail).wait()
+            tails = map(_to_bytes, torch.split(table, most))
+            found = [(head + tail)[:n] for head, tail, n in zip(found, tails, lengths, strict=True)]
         return [sealed.unseal(each) for each in found]
 
     def send(self, data: bytes, index: int) -> None:
@@ -104,18 +101,16 @@ class Group:
             leaves: the tensor ``[n]`` of each rank of this process, in the order of ranks; they
                 are changed.
         """
-        own = dict(zip(((r, r + 1) for r in self._ranks[self.index]), leaves, strict=True))
+        local = dict(zip(((r, r + 1) for r in self._ranks[self.index]), leaves, strict=True))
         nodes = [whole_nodes(self._root, ranks) for ranks in self._ranks]
-        sums = {node: total(node, own.get) for node in nodes[self.index]}
+        sums = {node: total(node, local.get) for node in nodes[self.index]}
         if self.size == 1:
             return sums[self._root]
         if self.size == 2:
             return self._exchange(nodes, sums)
         return self._scatter(nodes, sums, leaves[0])
 
-    def _exchange(
-        self, nodes: list[list[Node]], sums: dict[Node, torch.Tensor]
-    ) -> torch.Tensor:
+    def _exchange(self, nodes: list[list[Node]], sums: dict[Node, torch.Tensor]) -> torch.Tensor:
         other, gloo = 1 - self.index, self._connected()
         example = next(iter(sums.values()))
         received = {node: torch.empty_like(example) for node in nodes[other]}
@@ -139,7 +134,9 @@ class Group:
         gloo.alltoall_base(
             received, sent, [n * part for n in counts], [len(sums) * part] * size
         ).wait()
-        known = dict(zip((n for each in nodes for n in each), received.split(part), strict=True))
+        known = dict(
+            zip((n for each in nodes for n in each), torch.split(received, part), strict=True)
+        )
         result = total(self._root, known.get).contiguous()
         table = example.new_empty(size * part)
         gloo._allgather_base(table, result).wait()

@@ -266,7 +266,9 @@ class Hub:
     def dump(self) -> bytes:
         """Return all that a new process needs to take over ranks."""
         with self._changed:
-            return pickle.dumps((self.snapshot, self._first, self._log, self._start, self._epoch, self.weight))
+            return pickle.dumps(
+                (self.snapshot, self._first, self._log, self._start, self._epoch, self.weight)
+            )
 
     def load(self, data: bytes) -> None:
         """Take over what :meth:`dump` returned in another process."""
@@ -304,9 +306,11 @@ class Hub:
 
     def _next_turn(self, rank: int) -> None:
         others = [(rank + i) % self.size for i in range(1, self.size + 1)]
-        here = [other for other in others if other in self._seats]
+        hosted = [other for other in others if other in self._seats]
         # Without one that still has to arrive, any may complete the collective.
-        self._turn = next((r for r in here if r not in self._calls), here[0] if here else None)
+        self._turn = next(
+            (r for r in hosted if r not in self._calls), hosted[0] if hosted else None
+        )
         self._changed.notify_all()
 
     def _await_turn(self, rank: int) -> None:
@@ -385,7 +389,7 @@ def _again(prelude: Iterator[Result], rank: int, name: str) -> Result:
         if result.name == name:
             return result
     raise TrainingError(
-        f"rank {rank} cannot be taken over: while it starts again it calls {name}, which ranks have "
+        f"rank {rank} cannot be taken over: as it starts again it calls {name}, which ranks have "
         "not called when they began. Fix: call the same collectives whenever a run or epoch begins"
     )
 
@@ -429,7 +433,9 @@ def _sums(
             parts = (call.tensors[i] for i in indices)
             flat = torch.cat(
                 [
-                    like[i].detach().new_zeros(like[i].numel()) if part is None else part.reshape(-1)
+                    like[i].detach().new_zeros(like[i].numel())
+                    if part is None
+                    else part.reshape(-1)
                     for i, part in zip(indices, parts, strict=True)
                 ]
             )
@@ -446,7 +452,7 @@ def spread(result: Result, like: Sequence[torch.Tensor]) -> Iterator[tuple[int, 
             (
                 part.view_as(like[i])
                 for i, part in zip(
-                    indices, flat.split([like[i].numel() for i in indices]), strict=True
+                    indices, torch.split(flat, [like[i].numel() for i in indices]), strict=True
                 )
             ),
             strict=True,

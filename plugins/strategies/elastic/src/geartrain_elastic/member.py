@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore
+from torch._C._distributed_c10d import PrefixStore
 
 from geartrain import Run, UsageError
 from geartrain.parallel import ClusterEnvironment, raise_on_signals, rendezvous
@@ -252,14 +252,15 @@ class _Member:
         run.cluster = run.trainer.cluster = place
         run.store = PrefixStore("run", self._store)
         run.loop.report_failure = partial(self._fail, rank)
-        from geartrain_elastic.strategy import ElasticStrategy
-
-        strategy = next(p.plugin for p in run.hooks.parts if isinstance(p.plugin, ElasticStrategy))
+        strategy: Any = next(
+            part.plugin for part in run.hooks.parts if part.info.kind == "strategy"
+        )
         strategy.hub = self._hub
         if snapshot is not None:
             strategy.weight = snapshot.weight
             run.loop.memory_checkpoint = snapshot.checkpoint()
             run.plan = replace(run.plan, resumes=True)
+            _cut(run.loop.memory_checkpoint["fit"]["ranks"][rank]["files"])
 
     def _fail(self, rank: int, error: BaseException) -> None:
         """Report the error of a rank, and end this process if another one may try again."""
@@ -277,6 +278,13 @@ class _Member:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
+
+
+def _cut(sizes: dict[Path, int]) -> None:
+    """Remove what was appended to files later: the rank that starts again writes it again."""
+    for path, size in sizes.items():
+        if path.exists():
+            os.truncate(path, size)
 
 
 gc.freeze()

@@ -1,11 +1,9 @@
-"""The process that called ``fit``: start the processes, replace those that die, return the result.
-"""
+"""The process that called ``fit``: start processes, replace those that die, return the result."""
 
 from __future__ import annotations
 
 import itertools
 import multiprocessing
-import os
 import pickle
 import shutil
 import signal
@@ -14,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection, util
 from multiprocessing.connection import Connection
@@ -148,11 +146,11 @@ class _Members:
 
     def _start(self, ranks: list[int]) -> int:
         number = next(self._started)
-        here, there = multiprocessing.Pipe()
+        link, remote_end = multiprocessing.Pipe()
         job = Job(
             number=number,
             ranks=self.run.plan.processes or 1,
-            link=there,
+            link=remote_end,
             payload=self.payload,
             answer=self.answer,
             address=str(self._place.master_addr),
@@ -165,8 +163,8 @@ class _Members:
         process = start_context().Process(target=member.main, args=(job,), name=f"member-{number}")
         with without_main():
             process.start()
-        there.close()
-        self._processes[number] = _Process(number, process, here, ranks, heard=time.monotonic())
+        remote_end.close()
+        self._processes[number] = _Process(number, process, link, ranks, heard=time.monotonic())
         return number
 
     def _publish(self, new: frozenset[int] = frozenset()) -> None:

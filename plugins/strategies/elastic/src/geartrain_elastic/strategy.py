@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace as changed
 from datetime import timedelta
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -19,8 +20,18 @@ from geartrain import Layout, Plan, PlanRequest, Run, TrainingError, UsageError,
 from geartrain.parallel import SeveralRanks, refuse_unequal, shard
 from geartrain.plugin_api import RankCoordinator
 from geartrain_elastic.hub import UNKNOWN, Call, Hub, Result, spread
+from geartrain_elastic.seeding import seeded
 from geartrain_elastic.starter import run_in_members
 from geartrain_spawn.pickles import dump
+
+#: Files of the run's folder to which lines are appended.
+_APPENDED = ("metrics.jsonl", "metrics.csv")
+
+#: Plugins that are refused, and why.
+_REFUSED = {
+    "async_checkpoint": "a process that dies would lose the file that it still writes",
+    "preemption": "a signal to a process lets another one take its place",
+}
 
 
 class ElasticStrategy:
@@ -91,9 +102,17 @@ class ElasticStrategy:
                 f"{label}: virtual_ranks={ranks} are fewer than the {len(plan.devices)} processes "
                 f"of devices. Fix: --devices {ranks}"
             )
+        for name in ("async_checkpoint", "preemption"):
+            if any(plugin.name == name for plugin in plan.plugins):
+                raise UsageError(f"{label}: {_REFUSED[name]}. Fix: leave out {name}")
 
     @hookimpl
     def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
+        if run.mode == "session":
+            raise UsageError(
+                f"{run.plan.strategy.label}: a Session has no step at whose end a rank could start "
+                "again. Fix: use Trainer.fit, or --strategy ddp_spawn"
+            )
         return run_in_members(run, worker, self)
 
     @hookimpl
@@ -108,7 +127,8 @@ class ElasticStrategy:
 
     @hookimpl
     def shard_dataloader(self, run: Run, loader: Iterable[Any], stage: str) -> Iterable[Any]:
-        return shard(run, loader, stage)
+        sharded = shard(run, loader, stage)
+        return seeded(sharded) if run.command == "fit" else sharded
 
     @hookimpl
     def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
@@ -202,9 +222,13 @@ class ElasticStrategy:
     def log_sync(self, run: Run, values: torch.Tensor) -> torch.Tensor:
         name = f"log_sync of {len(values)} numbers"
         rows = self._exchange(run, Call(name, array("d", values.tolist()).tobytes())).data
-        return torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.float64).view(
-            len(rows), len(values)
-        ) if len(values) else values.new_empty(len(rows), 0)
+        return (
+            torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.float64).view(
+                len(rows), len(values)
+            )
+            if len(values)
+            else values.new_empty(len(rows), 0)
+        )
 
     @hookimpl
     def all_gather(self, run: Run, tensor: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
@@ -265,8 +289,8 @@ class _Coordinator(SeveralRanks):
             return super().batches(run, batches, limit)
         # These were there before: ranks need not agree on them.
         count, iterator = resumed.batch_idx - run.stages["train"].first, iter(batches)
-        rest = super().batches(run, iterator, None if limit is None else limit - count)
-        return chain(self._skipped(run, iterator, count), rest)
+        remaining = super().batches(run, iterator, None if limit is None else limit - count)
+        return chain(self._skipped(run, iterator, count), remaining)
 
     def _skipped(self, run: Run, batches: Iterator[Any], count: int) -> Iterator[Any]:
         hub = self._strategy.hub
@@ -278,11 +302,11 @@ class _Coordinator(SeveralRanks):
             yield batch
 
     def gather_states(self, run: Run, local: dict[str, Any]) -> list[dict[str, Any]]:
-        name = "checkpoint" if self._states is None else "snapshot"
-        data = self._strategy._exchange(run, Call(name, pickle.dumps(local))).data
         if self._states is not None:
-            self._states = data
+            local = {**local, "files": _sizes(run) if run.world.rank == 0 else {}}
+            self._states = self._strategy._exchange(run, Call("snapshot", pickle.dumps(local))).data
             return []
+        data = self._strategy._exchange(run, Call("checkpoint", pickle.dumps(local))).data
         return [pickle.loads(each) for each in data] if run.world.rank == 0 else [local]
 
     def snapshot(self, run: Run) -> None:
@@ -293,6 +317,12 @@ class _Coordinator(SeveralRanks):
         state = run.checkpoint(run.epoch)
         hub.keep(run.world.rank, state, self._states)
         self._states = None
+
+
+def _sizes(run: Run) -> dict[Path, int]:
+    """Return the sizes of the files of the run's folder to which lines are appended."""
+    paths = [] if run.output is None else [run.output / name for name in _APPENDED]
+    return {path: path.stat().st_size for path in paths if path.exists()}
 
 
 def _bytes_of(tensors: Sequence[torch.Tensor]) -> bytes:
@@ -308,6 +338,8 @@ def _copy(tensors: Sequence[torch.Tensor], data: bytes) -> None:
     for tensor in tensors:
         if tensor.numel():
             size = tensor.numel() * tensor.element_size()
-            source = torch.frombuffer(content, dtype=tensor.dtype, count=tensor.numel(), offset=place)
+            source = torch.frombuffer(
+                content, dtype=tensor.dtype, count=tensor.numel(), offset=place
+            )
             tensor.detach().copy_(source.view(tensor.shape))
             place += size

@@ -14,7 +14,7 @@ Node = tuple[int, int]
 
 
 def children(node: Node) -> tuple[Node, Node]:
-    """Return the two nodes whose sum a node is; the left one is a complete tree."""
+    """Return the two nodes whose sum a node is; the first one is a complete tree."""
     first, end = node
     middle = first + (1 << ((end - first - 1).bit_length() - 1))
     return (first, middle), (middle, end)
@@ -26,9 +26,11 @@ def whole_nodes(node: Node, ranks: Collection[int]) -> list[Node]:
     found = [rank in ranks for rank in range(first, end)]
     if all(found):
         return [node]
-    return [each for child in children(node) for each in whole_nodes(child, ranks)] if any(
-        found
-    ) else []
+    return (
+        [each for child in children(node) for each in whole_nodes(child, ranks)]
+        if any(found)
+        else []
+    )
 
 
 def total(node: Node, leaf: Callable[[Node], torch.Tensor | None]) -> torch.Tensor:
@@ -40,5 +42,5 @@ def total(node: Node, leaf: Callable[[Node], torch.Tensor | None]) -> torch.Tens
     known = leaf(node)
     if known is not None:
         return known
-    left, right = children(node)
-    return total(left, leaf).add_(total(right, leaf))
+    lower, upper = children(node)
+    return total(lower, leaf).add_(total(upper, leaf))

@@ -98,8 +98,8 @@ def refuse_launcher(run: Run) -> None:
         place = run.cluster or run.trainer.cluster
         assert place is not None
         raise UsageError(
-            f"{run.plan.strategy.label} starts its processes itself, but this process is one of {place.size} that "
-            f"{place.launcher} started. Fix: --strategy ddp, which joins them"
+            f"{run.plan.strategy.label} starts its processes itself, but this process is one of "
+            f"{place.size} that {place.launcher} started. Fix: --strategy ddp, which joins them"
         )
 
 
@@ -192,7 +192,9 @@ class Ranks:
             error_file=error_file,
             surroundings=None if self._start_method == "fork" else rank.Surroundings.here(),
         )
-        process = start_context(self._start_method).Process(target=rank.main, args=(job,), name=name)
+        process = start_context(self._start_method).Process(
+            target=rank.main, args=(job,), name=name
+        )
         self._ranks.append(_Rank(process, place.rank, job.answer, error_file))
         with without_main() if self._start_method != "fork" else nullcontext():
             process.start()

@@ -1,0 +1,108 @@
+"""The module that the tests of elastic train; it may kill its process, or raise."""
+
+import os
+import signal
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import geartrain as gt
+
+
+class Samples(Dataset):
+    """Samples with random noise."""
+
+    def __init__(self, count, noise=0.1):
+        self.count, self.noise = count, noise
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        x = torch.randn(4, generator=torch.Generator().manual_seed(index))
+        return x + self.noise * torch.rand(4) if self.noise else x, x.sum().sin().reshape(1)
+
+
+class Net(gt.Module):
+    """Has BatchNorm, dropout, a schedule per step and logged values.
+
+    Args:
+        flags: the folder that shows which kills and errors have happened.
+        kills: pairs (method, step, rank): SIGKILL there, once.
+        raises: a triple as above: an error there, each time.
+    """
+
+    def __init__(self, flags=None, kills=(), raises=None):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 1)
+        )
+        self.flags, self.kills, self.raises = flags, kills, raises
+
+    def at(self, method):
+        place = (method, self.trainer.global_step, self.trainer.global_rank)
+        if place == self.raises:
+            raise ValueError("my own error")
+        if place in self.kills:
+            flag = Path(self.flags, "-".join(map(str, place)))
+            if not flag.exists():
+                flag.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = (self.layers(x) - y).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.at("training_step")
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("val_loss", (self.layers(x) - y).square().mean(), sync_dist=True)
+        self.at("validation_step")
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.at("on_train_batch_end")
+
+    def on_train_epoch_end(self):
+        self.at("on_train_epoch_end")
+
+    def on_fit_end(self):
+        self.at("on_fit_end")
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), 0.01)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def fit(folder, devices, virtual_ranks=2, strategy="elastic", workers=0, net=None, **options):
+    """Train in a folder; return the trainer and the module."""
+    torch.manual_seed(0)
+    module = Net(**(net or {}))
+    options.setdefault("max_epochs", 2)
+    elastic = {"virtual_ranks": virtual_ranks, **options.pop("strategy_options", {})}
+    trainer = gt.Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        strategy_options=elastic if strategy == "elastic" else None,
+        devices=devices,
+        seed=1,
+        log_every_n_steps=2,
+        output=folder,
+        enable_progress_bar=False,
+        **options,
+    )
+    loader = DataLoader(Samples(38), batch_size=4, shuffle=True, num_workers=workers)
+    trainer.fit(module, loader, DataLoader(Samples(9, noise=0.0), batch_size=2))
+    return trainer, module
+
+
+def state(folder, module):
+    """Return what must be equal: weights, the lines of metrics, the optimizer's state."""
+    saved = torch.load(Path(folder, "last.ckpt"), weights_only=True)
+    optimizer = saved["fit"]["optimizers"][0]["state"]["state"]
+    tensors = [*module.state_dict().values(), *(t for s in optimizer.values() for t in s.values())]
+    return [t.tolist() for t in tensors], Path(folder, "metrics.jsonl").read_text()

@@ -1,0 +1,120 @@
+"""Training with elastic: equal bits on any number of processes, also if some die."""
+
+import json
+import re
+
+import pytest
+
+import geartrain as gt
+from geartrain.callbacks import AsyncCheckpoint
+from geartrain_elastic import ElasticStrategy
+from geartrain_resilience.preemption import Preemption
+
+from .models import Net, fit, state
+
+pytestmark = pytest.mark.timeout(200)
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory):
+    """What two ranks in two processes end with."""
+    folder = tmp_path_factory.mktemp("quiet")
+    return state(folder, fit(folder, 2)[1])
+
+
+def test_one_process_has_the_bits_of_two(quiet, tmp_path):
+    trainer, module = fit(tmp_path, 1)
+    assert state(tmp_path, module) == quiet
+    assert trainer.world_size == 2
+
+
+def test_ddp_has_the_same_bits(quiet, tmp_path):
+    assert state(tmp_path, fit(tmp_path, 2, strategy="ddp_spawn", workers=1)[1]) == quiet
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("devices", "workers"), [(1, 2), (2, 0), (3, 1), (4, 0)])
+def test_four_ranks_on_any_number_of_processes(tmp_path, devices, workers):
+    alone = state(tmp_path / "one", fit(tmp_path / "one", 1, 4)[1])
+    assert state(tmp_path / "n", fit(tmp_path / "n", devices, 4, workers=workers)[1]) == alone
+
+
+@pytest.mark.parametrize(
+    "kills",
+    [
+        [("training_step", 3, 1), ("on_train_batch_end", 6, 0)],
+        pytest.param(
+            [("training_step", 0, 0), ("validation_step", 5, 1), ("on_train_epoch_end", 10, 0)],
+            marks=pytest.mark.matrix,
+        ),
+        pytest.param([("on_fit_end", 10, 0)], marks=pytest.mark.matrix),
+    ],
+)
+def test_killed_ranks_start_again(quiet, tmp_path, capfd, kills):
+    folder = tmp_path / "run"
+    _, module = fit(folder, 2, workers=1, net={"flags": str(tmp_path), "kills": kills})
+    assert state(folder, module) == quiet
+    said = re.findall(
+        r"the process of rank \d was ended by SIGKILL; another one takes its place",
+        capfd.readouterr().err,
+    )
+    assert len(said) == len(kills)
+    assert json.loads((folder / "summary.json").read_text())["status"] == "done"
+
+
+def test_the_others_take_over_the_ranks(quiet, tmp_path, capfd):
+    net = {"flags": str(tmp_path), "kills": [("training_step", 4, 0)]}
+    folder = tmp_path / "run"
+    _, module = fit(folder, 2, net=net, strategy_options={"replace": False})
+    assert state(folder, module) == quiet
+    assert "SIGKILL; the others go on" in capfd.readouterr().err
+
+
+@pytest.mark.matrix
+def test_too_few_are_left(tmp_path):
+    net = {"flags": str(tmp_path), "kills": [("training_step", 4, 0)]}
+    options = {"replace": False, "min_processes": 2}
+    with pytest.raises(gt.TrainingError, match=r"1 processes are left.* min_processes=2"):
+        fit(tmp_path / "run", 2, net=net, strategy_options=options)
+
+
+def test_an_error_that_comes_again_ends_the_run(tmp_path, capfd):
+    with pytest.raises(ValueError, match="my own error") as caught:
+        fit(tmp_path / "run", 2, net={"raises": ("training_step", 3, 1)})
+    assert caught.value.__notes__[-1] == "raised on rank 1"
+    said = "rank 1 failed: ValueError: my own error; another one takes its place"
+    assert said in capfd.readouterr().err
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["error"]) == ("failed", "ValueError: my own error")
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"virtual_ranks": 0}, "virtual_ranks=0 must be 1 or more"),
+        ({"threads": 0}, "threads=0 must be 1 or more"),
+        ({"timeout": 0}, "timeout=0 must be above 0"),
+    ],
+)
+def test_options(options, message):
+    with pytest.raises(gt.UsageError, match=message):
+        ElasticStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy_options": {"virtual_ranks": 1}}, r"are fewer than the 2 processes.*Fix"),
+        ({"num_nodes": 2}, r"one machine on the cpu, not on 2 node\(s\) with cpu. Fix"),
+        ({"plugins": [AsyncCheckpoint()]}, "lose the file that it still writes. Fix: leave out"),
+        ({"plugins": [Preemption()]}, "lets another one take its place. Fix: leave out preempt"),
+    ],
+)
+def test_plans(options, message, tmp_path):
+    options = {"strategy": "elastic", "output": tmp_path / "run", **options}
+    trainer = gt.Trainer(accelerator="cpu", devices=2, max_steps=1, **options)
+    with pytest.raises(gt.UsageError, match=message):
+        trainer.fit(Net(), [])
