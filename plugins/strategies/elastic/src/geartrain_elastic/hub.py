@@ -11,6 +11,7 @@ rank with the results since then, up to the collective in which the others wait.
 
 from __future__ import annotations
 
+import math
 import pickle
 import random
 import sys
@@ -57,6 +58,11 @@ class Result:
     sums: list[tuple[list[int], torch.Tensor]] = field(default_factory=list)
     #: The error that all ranks raise.
     problem: str | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(map(len, self.data)) + sum(flat.nbytes for _, flat in self.sums)
 
 
 #: Ranks have not agreed yet.
@@ -118,6 +124,13 @@ class RandomState:
             sys.modules["numpy.random"].set_state(self.numpy_random)
 
 
+#: A snapshot is due when this many times its cost have passed: it costs 4% of the time, and a rank
+#: that starts again repeats so much.
+_RARELY = 25.0
+#: Bytes of kept results after which a snapshot is due in any case.
+_MUCH = 2**29
+
+
 class Hub:
     """The ranks of this process, and what is kept of all ranks.
 
@@ -147,6 +160,8 @@ class Hub:
         self._log: list[Result] = []
         #: Collectives before the first of ``_log``.
         self._first = 0
+        #: Bytes of the results since the snapshot, the seconds that it took, and its end.
+        self._bytes, self._cost, self._taken = 0, 0.0, -math.inf
         #: Results of the collectives of the set-up, and those of the epoch's start.
         self._start: list[Result] = []
         self._epoch: list[Result] = []
@@ -198,12 +213,18 @@ class Hub:
         """Let a rank that has started again go on from its state."""
         self._seats[rank].prelude = None
 
-    def keep(self, rank: int, state: dict[str, Any], ranks: list[bytes]) -> None:
+    def is_due(self) -> bool:
+        """True if it is time for a snapshot. Ranks must agree on it."""
+        passed = time.monotonic() - self._taken
+        return passed >= _RARELY * self._cost or self._bytes >= _MUCH
+
+    def keep(self, rank: int, state: dict[str, Any], ranks: list[bytes], began: float) -> None:
         """Keep the state of all ranks; one rank of this process is asked for what they share.
 
         Args:
             state: of :meth:`geartrain.Run.checkpoint`; its tensors are copied.
             ranks: what each rank has for itself.
+            began: when the snapshot began, in seconds of ``time.monotonic``.
         """
         with self._changed:
             if rank != min(self._seats):
@@ -214,6 +235,8 @@ class Hub:
             state = {**state, "fit": {**state["fit"], "ranks": []}}
             prelude = [*self._start, *self._epoch]
             self.snapshot = Snapshot(number, self._copied(state), ranks, prelude, self.weight)
+            self._taken, self._bytes = time.monotonic(), 0
+            self._cost = self._taken - began
 
     def finish(self, rank: int) -> None:
         """Give the turn to another rank: this one has ended."""
@@ -228,6 +251,11 @@ class Hub:
     def done(self) -> int:
         """The number of collectives of which this process has the result."""
         return self._end
+
+    @property
+    def has_failed(self) -> bool:
+        """True if the run ends with an error, and the ranks of this process have torn down."""
+        return self.error is not None and not self._seats
 
     def seat(self, rank: int) -> Snapshot | None:
         """Add a rank; return the state from which it starts."""
@@ -355,6 +383,7 @@ class Hub:
             del self._log[: self.snapshot.number - self._first]
             self._first = self.snapshot.number
         self._log.append(result)
+        self._bytes += result.size
         self._calls.clear()
         self._changed.notify_all()
 

@@ -35,6 +35,8 @@ from geartrain_spawn.rank import Surroundings, die_with_starter, direct_output
 _CONNECT = timedelta(seconds=20)
 #: Seconds between two reports of a process that waits.
 _PERIOD = 1.0
+#: Seconds between two looks whether the ranks of a failed run have torn down.
+_SOON = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,15 @@ class Generation:
     new: frozenset[int] = frozenset()
     #: Rank -> the error with which it failed, before another process took it over.
     errors: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A process is connected to the others."""
+
+    generation: int
+    #: Collectives done.
+    done: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +86,14 @@ class Failed:
 class Waits:
     """A process waits in a collective."""
 
-    #: Collectives done.
-    done: int
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The run ends with an error, or is done."""
+    """The run is done, or ends with an error, which all ranks raise."""
 
-    error: str | None = None
+    error: BaseException | None = None
 
 
 @dataclass(slots=True)
@@ -141,17 +150,17 @@ class _Member:
     def serve(self) -> None:
         """Do what the starter says, until it says to stop."""
         generation: Generation | None = None
-        while True:
-            if self._job.link.poll(_PERIOD):
+        while not self._hub.has_failed:
+            if self._job.link.poll(_PERIOD if self._hub.error is None else _SOON):
                 message = self._job.link.recv()
                 if isinstance(message, Stop):
                     if message.error is None:
                         return
-                    self._hub.fail(RuntimeError(message.error))
+                    self._hub.fail(message.error)
                 else:
                     generation = message
             elif (since := self._hub.waits_since) is not None:
-                self._tell(Waits(self._hub.done, time.monotonic() - since))
+                self._tell(Waits(time.monotonic() - since))
             elif (lost := self._hub.lost) is not None and generation is None:
                 self._await_news(lost)
             if generation is not None and self._join(generation):
@@ -194,6 +203,7 @@ class _Member:
                 self._ranks.add(rank)
                 self._start(rank)
         self._hub.open_group(group)
+        self._tell(Joined(generation.number, self._hub.done))
         return True
 
     def _align(self, group: Group, generation: Generation, numbers: list[int]) -> None:

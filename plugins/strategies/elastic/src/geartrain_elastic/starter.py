@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from geartrain import Run, TrainingError
 from geartrain.parallel import ClusterEnvironment, Patience, raise_on_signals, reserve
 from geartrain_elastic import member
-from geartrain_elastic.member import Ended, Failed, Generation, Job, Stop, Waits
+from geartrain_elastic.member import Ended, Failed, Generation, Job, Joined, Stop, Waits
 from geartrain_parallel.supervisor import is_stopped
 from geartrain_spawn.files import AnonymousFile
 from geartrain_spawn.handover import apply_result
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from geartrain_elastic.strategy import ElasticStrategy
 
 _numbers = itertools.count(1)
-#: Times that processes may die in one collective, one after the other.
-_DEATHS = 3
 
 
 def run_in_members(run: Run, worker: Callable[[int], Any], strategy: ElasticStrategy) -> Any:
@@ -67,6 +65,9 @@ def run_in_members(run: Run, worker: Callable[[int], Any], strategy: ElasticStra
         with raise_on_signals() if in_main_thread else nullcontext():
             members.watch()
             result = answer.load()
+    except KeyboardInterrupt as error:
+        members.stop(KeyboardInterrupt(str(error)))
+        raise
     finally:
         members.end()
         payload.close()
@@ -85,8 +86,8 @@ class _Process:
     process: multiprocessing.process.BaseProcess
     link: Connection
     ranks: list[int]
-    #: Collectives done, and for how long it waits in the next one; ``None`` while it works.
-    waits: tuple[int, float] | None = None
+    #: Since when it waits for others; ``None`` while it works.
+    waits_since: float | None = None
     heard: float = 0.0
     stopped_since: float | None = None
     failed: Failed | None = None
@@ -120,9 +121,9 @@ class _Members:
     _errors: dict[int, str] = field(default_factory=dict)
     _generations: Iterator[int] = field(default_factory=itertools.count)
     _started: Iterator[int] = field(default_factory=itertools.count)
-    #: Collectives done at the last death, and the deaths since.
-    _deaths: tuple[int, int] = (-1, 0)
-    _done: int = 0
+    #: The last generation that began, the collectives done then, and the generations before it
+    #: that began there, too.
+    _began: tuple[int, int, int] = (-1, -1, 0)
 
     def watch(self) -> None:
         """Start the processes, and replace those that die, until all ranks have ended.
@@ -141,8 +142,12 @@ class _Members:
         self._publish()
         while len(self._ended) < size:
             self._look()
+        self.stop()
+
+    def stop(self, error: BaseException | None = None) -> None:
+        """Tell every process that the run is done, or ends with an error."""
         for each in self._processes.values():
-            self._send(each, Stop())
+            self._send(each, Stop(error))
 
     def _start(self, ranks: list[int]) -> int:
         number = next(self._started)
@@ -206,16 +211,21 @@ class _Members:
                 if isinstance(message, Ended):
                     self._ended.add(message.rank)
                 elif isinstance(message, Waits):
-                    process.waits = message.done, time.monotonic() - message.seconds
-                    self._done = max(self._done, message.done)
+                    process.waits_since = process.heard - message.seconds
+                elif isinstance(message, Joined):
+                    self._note(message)
                 elif message.is_final:
                     raise self._final(message)
                 else:
                     process.failed = message
 
+    def _note(self, joined: Joined) -> None:
+        number, done, times = self._began
+        if joined.generation > max(number, 0):  # the first one begins without a death
+            self._began = joined.generation, joined.done, times + 1 if joined.done == done else 0
+
     def _final(self, failed: Failed) -> BaseException:
-        for each in self._processes.values():
-            self._send(each, Stop(f"rank {failed.rank} has failed: {failed.message}"))
+        self.stop(TrainingError(f"rank {failed.rank} has failed: {failed.message}"))
         self._wait_for_end()
         error: BaseException
         try:
@@ -238,8 +248,8 @@ class _Members:
             elif current - each.stopped_since > patience.stopped:
                 late.append(each)
         # A process that waits says so every second.
-        waiting = [p for p in processes if p.waits is not None and current - p.heard < 3.0]
-        longest = max((current - p.waits[1] for p in waiting if p.waits), default=0.0)
+        waiting = [p for p in processes if p.waits_since is not None and current - p.heard < 3.0]
+        longest = max((current - (p.waits_since or current) for p in waiting), default=0.0)
         if longest > limit:
             late += [p for p in processes if p not in waiting and p not in late]
         for each in late:
@@ -255,15 +265,13 @@ class _Members:
         if not any(lost):
             return
         described = "; ".join(map(_describe, dead))
-        deaths = self._deaths[1] + 1 if self._deaths[0] == self._done else 1
-        self._deaths = self._done, deaths
         if not self._processes:
             failed = next((each.failed for each in dead if each.failed is not None), None)
             if failed is not None:
                 raise self._final(failed)
             raise TrainingError(f"no process is left: {described}")
-        if deaths > _DEATHS * len(self.run.plan.devices):
-            raise TrainingError(f"processes die again and again: {described}")
+        if self._began[2]:
+            raise TrainingError(f"{described}, for the third time in the same place")
         new = []
         for each, ranks in zip(dead, lost, strict=True):
             if each.failed is not None:

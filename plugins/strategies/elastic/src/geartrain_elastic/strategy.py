@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import pickle
 import threading
+import time
 from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace as changed
@@ -82,6 +83,7 @@ class ElasticStrategy:
         self.hub: Hub | None = None
         #: The result of the first ``total_weight`` of the fit.
         self.weight: Any = UNKNOWN
+        self._snapshot_is_due = False
         #: See ``Call.phase``.
         self._phase = "start"
 
@@ -145,12 +147,14 @@ class ElasticStrategy:
     @hookimpl
     def reduce_gradients(self, run: Run) -> None:
         parameters = [p for p in run.parameters_of_step().values() if p.requires_grad]
-        # As DDP: the next forward has rank 0's buffers.
-        buffers = list(run.module.buffers())
-        data = _bytes_of(buffers) if buffers and run.world.rank == 0 else b""
-        result = self._reduce(run, parameters, [p.grad for p in parameters], data)
-        if buffers:
-            _copy(buffers, result.data[0])
+        # As DDP: the next forward has rank 0's buffers. Rank 0 also says if a snapshot is due.
+        buffers, data = list(run.module.buffers()), b""
+        if run.world.rank == 0:
+            assert self.hub is not None
+            data = bytes([self.hub.is_due()]) + _bytes_of(buffers)
+        sent = self._reduce(run, parameters, [p.grad for p in parameters], data).data[0]
+        self._snapshot_is_due |= bool(sent[0])
+        _copy(buffers, sent[1:])
 
     def average_gradients(
         self, run: Run, parameters: Sequence[nn.Parameter], changed: Sequence[bool]
@@ -191,8 +195,9 @@ class ElasticStrategy:
 
     @hookimpl
     def on_step_end(self, run: Run) -> None:
-        if run.world.size > 1:
+        if self._snapshot_is_due and run.world.size > 1:
             assert isinstance(run.coordinator, _Coordinator)
+            self._snapshot_is_due = False
             run.coordinator.snapshot(run)
 
     # --- where the run is -------------------------------------------------------------------------
@@ -313,9 +318,9 @@ class _Coordinator(SeveralRanks):
         """Keep the state of all ranks at the end of this step."""
         hub = self._strategy.hub
         assert hub is not None
-        self._states = []
+        self._states, began = [], time.monotonic()
         state = run.checkpoint(run.epoch)
-        hub.keep(run.world.rank, state, self._states)
+        hub.keep(run.world.rank, state, self._states, began)
         self._states = None
 
 
