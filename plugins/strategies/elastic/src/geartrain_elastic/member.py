@@ -151,7 +151,8 @@ class _Member:
         """Do what the starter says, until it says to stop."""
         generation: Generation | None = None
         while not self._hub.has_failed:
-            if self._job.link.poll(_PERIOD if self._hub.error is None else _SOON):
+            ends = self._hub.error is not None
+            if self._job.link.poll(_SOON if ends else _PERIOD):
                 message = self._job.link.recv()
                 if isinstance(message, Stop):
                     if message.error is None:
@@ -161,7 +162,7 @@ class _Member:
                     generation = message
             elif (since := self._hub.waits_since) is not None:
                 self._tell(Waits(time.monotonic() - since))
-            elif (lost := self._hub.lost) is not None and generation is None:
+            elif not (ends or generation) and (lost := self._hub.lost) is not None:
                 self._await_news(lost)
             if generation is not None and self._join(generation):
                 generation = None
