@@ -34,7 +34,8 @@ _HELP = {
     "explain": "show the plan and the plugins that implement each hook; start nothing",
     "plugins": "list installed plugins, and why a plugin cannot be used",
     "doctor": "examine this machine and list the fixes",
-    "verify": "check that a killed run of your module resumes exactly (verify resume TARGET)",
+    "verify": "check for equal bits after a kill (verify resume TARGET), or on other numbers of "
+    "processes (verify ranks TARGET)",
     "conformance": "test that an installed strategy fulfils the contract of strategies",
     "new": "write a project that trains, or a strategy, accelerator, plugin or command",
     "port": "rewrite a script that was written for PyTorch Lightning",

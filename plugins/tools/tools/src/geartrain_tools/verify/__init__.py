@@ -1,0 +1,1 @@
+"""``geartrain verify``: whether kills, or the number of processes, change a training."""
