@@ -9,8 +9,9 @@ import torch
 from small_models import Net, samples, trainer
 from torch.utils.data import DataLoader, Dataset
 
-from geartrain_tools.resume_check.command import first_difference
-from geartrain_tools.resume_check.every_step import EveryStep
+from geartrain_tools.verify.every_step import EveryStep
+from geartrain_tools.verify.resume import cause_of
+from geartrain_tools.verify.runs import first_difference
 
 
 class Forgets(Net):
@@ -57,11 +58,11 @@ def resumed(tmp_path):
 @pytest.mark.parametrize("after", [3, 6, 7])
 def test_a_run_that_resumes_exactly_has_no_difference(resumed, after):
     whole, rest = resumed(Net, after=after)
-    assert first_difference(whole, rest, after + 1) is None
+    assert first_difference(whole, rest, cause_of, after + 1) is None
 
 
 def test_an_attribute_outside_the_state_is_named_as_the_cause(resumed):
-    found = first_difference(*resumed(Forgets), 4, "a.py:1: UserWarning: look\n  line\n")
+    found = first_difference(*resumed(Forgets), cause_of, 4, "a.py:1: UserWarning: look\n  line\n")
     assert found.step == 4
     assert {name.split(".")[0] for name in found.names[:2]} == {"model"}
     assert "an attribute of the module outside state_dict()" in found.text()
@@ -70,23 +71,24 @@ def test_an_attribute_outside_the_state_is_named_as_the_cause(resumed):
 
 @pytest.mark.filterwarnings("ignore:the dataset of")
 def test_a_generator_without_state_is_found(resumed):
-    assert first_difference(*resumed(Net, Noisy, after=7), 8) is not None
+    assert first_difference(*resumed(Net, Noisy, after=7), cause_of, 8) is not None
 
 
 def test_a_run_that_ends_earlier_differs(tmp_path):
     whole = steps(tmp_path / "whole", Net)
     shorter = steps(tmp_path / "shorter", Net, max_steps=5)
-    assert first_difference(whole, shorter, 1).names == ["the number of steps"]
+    assert first_difference(whole, shorter, cause_of).names == ["the number of steps"]
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("verify", "Fix: geartrain verify resume TARGET"),
+        ("verify", "Fix: geartrain verify resume|ranks TARGET"),
         ("verify resum net.py", "Did you mean 'resume'"),
         ("verify resume net.py --output here", "--output is verify's own"),
         ("verify resume net.py --resume", "--resume is verify's own"),
-        ("verify resume net.py --kills 0", "Fix: use numbers above 0"),
+        ("verify resume net.py --kills 0", "--kills 0: not a number of runs. Fix: 1 or more"),
+        ("verify resume net.py --steps -1", "--steps -1: not a number of steps"),
         ("verify resume net.py --kills many", "invalid int value: 'many'"),
     ],
 )
