@@ -19,13 +19,14 @@ import re
 import shutil
 import sys
 import tempfile
+import traceback
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import kill_and_resume
 import torch
-from kill_and_resume import NEVER, differences, draw, kill_of, start
+from kill_and_resume import NEVER, differences, draw, forked, kill_of, program
 
 
 def case_of(seed: int, number: int) -> dict[str, Any]:
@@ -39,10 +40,9 @@ def case_of(seed: int, number: int) -> dict[str, Any]:
     return case
 
 
-def kills_of(
-    choose: random.Random, case: dict[str, Any], whole: Path, folder: Path
-) -> list[dict[str, Any]]:
-    """Return random kills of the whole run, that leave a process."""
+def kills_of(case: dict[str, Any], whole: Path, folder: Path) -> list[dict[str, Any]]:
+    """Return random kills of the whole run that leave a process: the same for the same folder."""
+    choose = random.Random(f"{json.dumps(case)} {folder.name} kills")
     ranks = {**case, "ranks": case["virtual_ranks"]}
     most = 2 if case["replace"] or case["ranks"] > 2 else 1
     return [
@@ -51,18 +51,30 @@ def kills_of(
     ]
 
 
-def outcome(case: dict[str, Any], whole: Path, folder: Path, kills: list[Any]) -> list[str]:
-    """Run with kills, and compare; return what is wrong."""
-    code, out = start(case, folder, kills)
-    done = [Path(kill["done"]).exists() for kill in kills]
-    wrong = differences(whole, folder) if code == 0 else [f"exit code {code}: {out[-2500:]}"]
-    logs = [one / "run" / "metrics.jsonl" for one in (whole, folder)]
+def run_all(case: dict[str, Any], whole: Path, folders: list[Path]) -> None:
+    """Run a case, and again with kills in each folder; torch is imported once for all ranks."""
+    whole.mkdir()
+    program(case, str(whole), [NEVER])
+    for folder in folders:
+        folder.mkdir()
+        try:
+            program(case, str(folder), kills_of(case, whole, folder))
+        except Exception:
+            traceback.print_exc()
+            Path(f"{folder}.failed").touch()
+
+
+def problems(whole: Path, folder: Path, kills: list[Any]) -> list[str]:
+    """Return what is wrong with a run."""
+    wrong = [] if not Path(f"{folder}.failed").exists() else ["it failed"]
+    wrong += differences(whole, folder)
+    logs = [each / "run" / "metrics.jsonl" for each in (whole, folder)]
     texts = [path.read_text() if path.exists() else "" for path in logs]
     if texts[0] != texts[1]:
         wrong.append("metrics.jsonl has other lines")
-    if not any(done):
+    if not any(Path(kill["done"]).exists() for kill in kills):
         wrong.append("nothing was killed")
-    return [*wrong, *re.findall("A PROCESS WAS LEFT|TIMEOUT", out)]
+    return wrong
 
 
 def main() -> None:
@@ -83,22 +95,26 @@ def main() -> None:
     try:
         for number in numbers:
             case = case_of(given.seed, number)
-            choose = random.Random(f"{given.seed} {number} kills")
             whole = Path(given.keep or temporary, str(number))
             whole.parent.mkdir(parents=True, exist_ok=True)
-            code, out = start(case, whole, [NEVER])
+            folders = [whole.with_name(f"{number}-{i}") for i in range(given.kills)]
+            code, out = forked(
+                whole, [], partial(run_all, case, whole, folders), 120 * (1 + given.kills)
+            )
             if code:
                 counts["wrong"] += 1
                 print(f"{number} WRONG: failed: {out[-2500:]} {json.dumps(case)}", flush=True)
                 continue
-            for repeat in range(given.kills):
-                folder = whole.with_name(f"{number}-{repeat}")
-                kills = kills_of(choose, case, whole, folder)
-                wrong = outcome(case, whole, folder, kills)
+            left = re.findall("A PROCESS WAS LEFT", out)
+            for folder in folders:
+                kills = kills_of(case, whole, folder)
+                wrong = [*problems(whole, folder, kills), *left]
                 killed = sum(Path(kill["done"]).exists() for kill in kills)
                 counts["kills"] += killed
                 counts["wrong" if wrong else "equal"] += 1
-                verdict = f"WRONG: {'; '.join(wrong)} {json.dumps(case)}" if wrong else "equal"
+                verdict = "equal"
+                if wrong:
+                    verdict = f"WRONG: {'; '.join(wrong)} {json.dumps(case)} {out[-2500:]}"
                 places = [(kill["rank"], kill["at"]) for kill in kills]
                 print(f"{number} {places} killed {killed} {verdict}", flush=True)
     finally:
@@ -110,6 +126,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["program"]:
-        kill_and_resume.program(json.loads(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]))
+        program(json.loads(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]))
     else:
         main()

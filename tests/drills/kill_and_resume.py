@@ -335,8 +335,25 @@ def start(
     """Run the program; return its exit code and its output, with a note if it left a process."""
     folder.mkdir(exist_ok=True)
     arguments = ["program", json.dumps(case), str(folder), json.dumps(kills)]
+    return forked(folder, arguments, lambda: program(case, str(folder), kills), 180)
+
+
+def forked(
+    folder: Path, arguments: list[str], function: Callable[[], Any], seconds: float
+) -> tuple[int | None, str]:
+    """Call a function in a fork of this process, which has imported torch.
+
+    Args:
+        folder: the output goes beside it.
+        arguments: of the command that the fork says it is; ranks are started with it.
+        seconds: after which the fork is killed.
+
+    Returns:
+        The exit code, or ``None`` if it was killed; and the output, with a note if it left a
+        process.
+    """
     out = folder.with_name(f"{folder.name}.out")
-    pid = os.fork()  # of this process, which has imported torch; ranks are started by the program
+    pid = os.fork()
     if pid == 0:
         with out.open("w") as file:
             os.setsid()
@@ -346,7 +363,7 @@ def start(
         sys.orig_argv[:] = [sys.executable, __file__, *arguments]
         code = 1
         try:
-            program(case, str(folder), kills)
+            function()
             code = 0
         except BaseException:
             traceback.print_exc()
@@ -354,7 +371,7 @@ def start(
             atexit._run_exitfuncs()
             sys.stderr.flush()
             os._exit(code)
-    status, notes = wait(pid, 180), ""
+    status, notes = wait(pid, seconds), ""
     with suppress(ProcessLookupError):
         for _ in range(100):  # ranks that end with the killed one
             os.killpg(pid, 0)
