@@ -306,7 +306,7 @@ class ModelCheckpoint(BestFiles, PluginCallback):
         name = "" if source is None else os.path.relpath(source.resolve(), folder.resolve())
         self._source = Path(name).as_posix()
         self._output = "" if run.output is None else str(run.output.resolve())
-        if run.world.size > 1:
+        if run.world.size > 1 and run.loop.memory_checkpoint is None:  # which all ranks have
             self.load_state_dict(run.hooks.broadcast(run=run, obj=self.state_dict(), src=0))
 
     def _continues(self, run: Run, folder: Path) -> bool:

@@ -46,8 +46,6 @@ class Generation:
     number: int
     #: The number of each process, and its ranks.
     members: tuple[tuple[int, tuple[int, ...]], ...]
-    #: The numbers of processes that have just started, and have no state yet.
-    new: frozenset[int] = frozenset()
     #: Rank -> the error with which it failed, before another process took it over.
     errors: dict[int, str] = field(default_factory=dict)
 
@@ -102,6 +100,8 @@ class Job:
 
     number: int
     ranks: int
+    #: True if the run began without this process, which then needs the state of all ranks.
+    is_new: bool
     link: Connection
     #: The pickled run.
     payload: AnonymousFile
@@ -141,6 +141,8 @@ class _Member:
         self._store = PrefixStore(
             job.key, rendezvous.connect(job.address, job.port, _CONNECT, job.number)
         )
+        self._rank_store = PrefixStore("run", self._store.clone())  # type: ignore[attr-defined]
+        self._lacks_state = job.is_new
         self._random = RandomState.now()
         self._ranks: set[int] = set()
         self._index = 0
@@ -194,7 +196,7 @@ class _Member:
         self._index = numbers.index(self._job.number)
         try:
             group = Group(store, self._index, [ranks for _, ranks in generation.members], _CONNECT)
-            self._align(group, generation, numbers)
+            self._align(group)
         except RuntimeError as error:  # a process has gone meanwhile
             self._await_news(error)
             return False
@@ -207,24 +209,21 @@ class _Member:
         self._tell(Joined(generation.number, self._hub.done))
         return True
 
-    def _align(self, group: Group, generation: Generation, numbers: list[int]) -> None:
+    def _align(self, group: Group) -> None:
         """Give every process the newest result, and new ones the state of all ranks."""
-        is_new = self._job.number in generation.new
-        rows = group.gather(pickle.dumps(None if is_new else self._hub.done))
+        rows = group.gather(pickle.dumps(None if self._lacks_state else self._hub.done))
         done = [pickle.loads(row) for row in rows]
-        most = max((count for count in done if count is not None), default=None)
-        if most is None:
-            return
+        most = max(count for count in done if count is not None)
         source = done.index(most)
         for index, count in enumerate(done):
-            if count == most or index == source:
+            if count == most:
                 continue
             if self._index == source:
-                whole = count is None
-                group.send(self._hub.dump() if whole else self._hub.last_result(), index)
+                group.send(self._hub.dump() if count is None else self._hub.last_result(), index)
             elif self._index == index:
                 data = group.receive(source)
-                (self._hub.load if is_new else self._hub.add_result)(data)
+                (self._hub.load if count is None else self._hub.add_result)(data)
+        self._lacks_state = False
 
     # --- ranks ------------------------------------------------------------------------------------
 
@@ -261,7 +260,7 @@ class _Member:
             "geartrain", rank, job.ranks, rank, job.ranks, 0, job.address, job.port
         )
         run.cluster = run.trainer.cluster = place
-        run.store = PrefixStore("run", self._store)
+        run.store = self._rank_store
         run.loop.report_failure = partial(self._fail, rank)
         strategy: Any = next(
             part.plugin for part in run.hooks.parts if part.info.kind == "strategy"

@@ -71,8 +71,8 @@ def run_in_members(run: Run, worker: Callable[[int], Any], strategy: ElasticStra
     finally:
         members.end()
         payload.close()
-    if run.output is None:
-        shutil.rmtree(logs, ignore_errors=True)
+        if run.output is None:
+            shutil.rmtree(logs, ignore_errors=True)
     applied = apply_result(run, result)
     answer.close()
     return applied
@@ -86,6 +86,8 @@ class _Process:
     process: multiprocessing.process.BaseProcess
     link: Connection
     ranks: list[int]
+    #: True once it has the state of all ranks.
+    has_state: bool
     #: Since when it waits for others; ``None`` while it works.
     waits_since: float | None = None
     heard: float = 0.0
@@ -138,7 +140,7 @@ class _Members:
         self._key = f"elastic/{next(_numbers)}"
         bounds = [size * i // count for i in range(count + 1)]
         for first, end in itertools.pairwise(bounds):
-            self._start(list(range(first, end)))
+            self._start(list(range(first, end)), is_new=False)
         self._publish()
         while len(self._ended) < size:
             self._look()
@@ -149,12 +151,13 @@ class _Members:
         for each in self._processes.values():
             self._send(each, Stop(error))
 
-    def _start(self, ranks: list[int]) -> int:
+    def _start(self, ranks: list[int], is_new: bool = True) -> None:
         number = next(self._started)
         link, remote_end = multiprocessing.Pipe()
         job = Job(
             number=number,
             ranks=self.run.plan.processes or 1,
+            is_new=is_new,
             link=remote_end,
             payload=self.payload,
             answer=self.answer,
@@ -169,13 +172,12 @@ class _Members:
         with without_main():
             process.start()
         remote_end.close()
-        self._processes[number] = _Process(number, process, link, ranks, heard=time.monotonic())
-        return number
+        self._processes[number] = _Process(number, process, link, ranks, has_state=not is_new)
 
-    def _publish(self, new: frozenset[int] = frozenset()) -> None:
+    def _publish(self) -> None:
         """Tell every process which ones there are."""
         members = tuple((each.number, tuple(each.ranks)) for each in self._processes.values())
-        generation = Generation(next(self._generations), members, new, dict(self._errors))
+        generation = Generation(next(self._generations), members, dict(self._errors))
         for each in self._processes.values():
             self._send(each, generation)
 
@@ -213,6 +215,7 @@ class _Members:
                 elif isinstance(message, Waits):
                     process.waits_since = process.heard - message.seconds
                 elif isinstance(message, Joined):
+                    process.has_state = True
                     self._note(message)
                 elif message.is_final:
                     raise self._final(message)
@@ -265,19 +268,18 @@ class _Members:
         if not any(lost):
             return
         described = "; ".join(map(_describe, dead))
-        if not self._processes:
+        if not any(each.has_state for each in self._processes.values()):
             failed = next((each.failed for each in dead if each.failed is not None), None)
             if failed is not None:
                 raise self._final(failed)
-            raise TrainingError(f"no process is left: {described}")
+            raise TrainingError(f"no process with the state of the run is left: {described}")
         if self._began[2]:
             raise TrainingError(f"{described}, for the third time in the same place")
-        new = []
         for each, ranks in zip(dead, lost, strict=True):
             if each.failed is not None:
                 self._errors[each.failed.rank] = each.failed.message
             if self.strategy.replace and ranks:
-                new.append(self._start(ranks))
+                self._start(ranks)
             else:
                 self._deal(ranks)
         if len(self._processes) < self.strategy.min_processes:
@@ -287,7 +289,7 @@ class _Members:
             )
         then = "another one takes its place" if self.strategy.replace else "the others go on"
         print(f"geartrain: {described}; {then}", file=sys.stderr, flush=True)
-        self._publish(frozenset(new))
+        self._publish()
 
     def _deal(self, ranks: list[int]) -> None:
         for rank in ranks:

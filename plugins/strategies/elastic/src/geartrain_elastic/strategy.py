@@ -84,6 +84,8 @@ class ElasticStrategy:
         #: The result of the first ``total_weight`` of the fit.
         self.weight: Any = UNKNOWN
         self._snapshot_is_due = False
+        #: The caller of ``on_step_end``.
+        self._on_step_end: Callable[..., Any] = _do_nothing
         #: See ``Call.phase``.
         self._phase = "start"
 
@@ -194,11 +196,18 @@ class ElasticStrategy:
         return result
 
     @hookimpl
-    def on_step_end(self, run: Run) -> None:
-        if self._snapshot_is_due and run.world.size > 1:
+    def on_fit_start(self, run: Run) -> None:
+        if run.world.size > 1:
+            self._on_step_end = run.hooks.replace_caller("on_step_end", self._end_step)
+
+    def _end_step(self, run: Run) -> Any:
+        """Call ``on_step_end`` of all plugins, also their wrappers; then take a snapshot if due."""
+        results = self._on_step_end(run=run)
+        if self._snapshot_is_due:
             assert isinstance(run.coordinator, _Coordinator)
             self._snapshot_is_due = False
             run.coordinator.snapshot(run)
+        return results
 
     # --- where the run is -------------------------------------------------------------------------
 
@@ -322,6 +331,10 @@ class _Coordinator(SeveralRanks):
         state = run.checkpoint(run.epoch)
         hub.keep(run.world.rank, state, self._states, began)
         self._states = None
+
+
+def _do_nothing(**_: object) -> None:
+    """Do nothing: no run has begun."""
 
 
 def _sizes(run: Run) -> dict[Path, int]:
