@@ -10,6 +10,7 @@ import torch
 from small_models import Net, samples, trainer
 from torch.utils.data import DataLoader, Dataset
 
+import geartrain as gt
 from geartrain_tools.verify.every_step import EveryStep
 from geartrain_tools.verify.evidence import Evidence
 from geartrain_tools.verify.ranks import CHECK, Trained, cause_of
@@ -240,6 +241,13 @@ def test_runs_that_differ_on_the_same_number_of_processes(tmp_path, verified):
 )
 def test_wrong_arguments_are_refused_before_a_run(refused, argv, message):
     assert message in refused(f"verify ranks net.py {argv}").replace("\n", " ")
+
+
+def test_a_script_has_the_command(capsys):
+    with pytest.raises(SystemExit) as ended:
+        gt.cli(Net, argv=["verify", "ranks", "--devices", "2"], defaults={"seed": 1})
+    assert ended.value.code == 2
+    assert "--devices 2: not a list of numbers of processes" in capsys.readouterr().err
 
 
 MODULE = """

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from geartrain import TrainingError, UsageError
 from geartrain.plugin_api import nearest
@@ -20,8 +22,19 @@ _CHECKS = {"resume": resume.CHECK, "ranks": ranks.CHECK}
 _SET = ("--output", "--resume", "--no-output", "--no_output")
 
 
-def command(name: str, argv: list[str], target: Target | None = None) -> None:
+def command(
+    name: str,
+    argv: list[str],
+    target: Target | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> None:
     """Check that a user's module, data and options train to equal bits.
+
+    Args:
+        name: of the command.
+        argv: the check, the target unless a script calls it, and options.
+        target: of a script, which every run starts again.
+        defaults: of that script.
 
     Raises:
         TrainingError: a run failed, or runs differ.
@@ -49,7 +62,7 @@ def command(name: str, argv: list[str], target: Target | None = None) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     try:
-        options, arguments = parser.parse_known_args(argv[1:] or ["--help"])
+        options, arguments = parser.parse_known_args(argv[1:] if target else argv[1:] or ["--help"])
     except argparse.ArgumentError as error:
         raise UsageError(f"{error}. Fix: {parser.prog} --help") from error
     if options.steps < 0:
