@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import torch
@@ -32,14 +33,15 @@ class Net(gt.Module):
         flags: the folder that shows which kills and errors have happened.
         kills: pairs (method, step, rank): SIGKILL there, once.
         raises: a triple as above: an error there, each time.
+        slow: seconds of each step.
     """
 
-    def __init__(self, flags=None, kills=(), raises=None):
+    def __init__(self, flags=None, kills=(), raises=None, slow=0.0):
         super().__init__()
         self.layers = nn.Sequential(
             nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 1)
         )
-        self.flags, self.kills, self.raises = flags, kills, raises
+        self.flags, self.kills, self.raises, self.slow = flags, kills, raises, slow
 
     def at(self, method):
         place = (method, self.trainer.global_step, self.trainer.global_rank)
@@ -55,6 +57,7 @@ class Net(gt.Module):
         x, y = batch
         loss = (self.layers(x) - y).square().mean()
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        time.sleep(self.slow)
         self.at("training_step")
         return loss
 

@@ -19,6 +19,7 @@ geartrain-cuda accelerator cuda
 geartrain-ddp strategy ddp
 geartrain-dp strategy ddp2 dp
 geartrain-elastic strategy elastic
+geartrain-elastic command scale
 geartrain-horovod strategy horovod
 geartrain-mlflow plugin mlflow
 geartrain-monitor plugin device_stats profile

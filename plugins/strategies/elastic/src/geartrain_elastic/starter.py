@@ -23,6 +23,7 @@ from geartrain import Run, TrainingError
 from geartrain.parallel import ClusterEnvironment, Patience, raise_on_signals, reserve
 from geartrain_elastic import member
 from geartrain_elastic.member import Ended, Failed, Generation, Job, Joined, Stop, Waits
+from geartrain_elastic.scale import REQUEST
 from geartrain_parallel.supervisor import is_stopped
 from geartrain_spawn.files import AnonymousFile
 from geartrain_spawn.handover import apply_result
@@ -126,6 +127,8 @@ class _Members:
     #: The last generation that began, the collectives done then, and the generations before it
     #: that began there, too.
     _began: tuple[int, int, int] = (-1, -1, 0)
+    #: Processes that take over all ranks once they have the state, and their ranks.
+    _successors: list[tuple[_Process, list[int]]] = field(default_factory=list)
 
     def watch(self) -> None:
         """Start the processes, and replace those that die, until all ranks have ended.
@@ -138,12 +141,12 @@ class _Members:
         size, count = plan.processes or 1, len(plan.devices)
         self._place = reserve(self.run, self.strategy.timeout)[0]
         self._key = f"elastic/{next(_numbers)}"
-        bounds = [size * i // count for i in range(count + 1)]
-        for first, end in itertools.pairwise(bounds):
-            self._start(list(range(first, end)), is_new=False)
+        for ranks in _dealt(size, count):
+            self._start(ranks, is_new=False)
         self._publish()
         while len(self._ended) < size:
             self._look()
+            self._scale(size)
         self.stop()
 
     def stop(self, error: BaseException | None = None) -> None:
@@ -151,7 +154,16 @@ class _Members:
         for each in self._processes.values():
             self._send(each, Stop(error))
 
-    def _start(self, ranks: list[int], is_new: bool = True) -> None:
+    def _start(
+        self, ranks: list[int], is_new: bool = True, later: list[int] | None = None
+    ) -> _Process:
+        """Start a process.
+
+        Args:
+            ranks: of the process.
+            is_new: True if the run has begun without it.
+            later: the ranks that it takes over later.
+        """
         number = next(self._started)
         link, remote_end = multiprocessing.Pipe()
         job = Job(
@@ -165,14 +177,16 @@ class _Members:
             port=int(self._place.master_port or 0),
             key=self._key,
             threads=self.strategy.threads,
-            log=None if 0 in ranks else self.logs / f"process-{number}.log",
+            log=None if 0 in (later or ranks) else self.logs / f"process-{number}.log",
             surroundings=Surroundings.here(),
         )
         process = start_context().Process(target=member.main, args=(job,), name=f"member-{number}")
         with without_main():
             process.start()
         remote_end.close()
-        self._processes[number] = _Process(number, process, link, ranks, has_state=not is_new)
+        started = _Process(number, process, link, ranks, has_state=not is_new)
+        self._processes[number] = started
+        return started
 
     def _publish(self) -> None:
         """Tell every process which ones there are."""
@@ -261,11 +275,18 @@ class _Members:
         return late
 
     def _replace(self, dead: list[_Process]) -> None:
+        if self._successors:  # they have no ranks yet: ask again
+            for successor, _ in self._successors:
+                if successor not in dead:
+                    self._kill(successor)
+            self._successors = []
+            print("geartrain: the number of processes stays", file=sys.stderr, flush=True)
         for each in dead:
             del self._processes[each.number]
             each.link.close()
         lost = [[rank for rank in each.ranks if rank not in self._ended] for each in dead]
         if not any(lost):
+            self._publish()
             return
         described = "; ".join(map(_describe, dead))
         if not any(each.has_state for each in self._processes.values()):
@@ -296,6 +317,44 @@ class _Members:
             fewest = min(self._processes.values(), key=lambda each: len(each.ranks))
             fewest.ranks = sorted([*fewest.ranks, rank])
 
+    # --- another number of processes --------------------------------------------------------------
+
+    def _scale(self, size: int) -> None:
+        """Change the number of processes if the command ``scale`` has asked for it.
+
+        New processes get the state of all ranks. Then the others are killed, and the new ones take
+        over their ranks, as after a death.
+        """
+        request = None if self.run.output is None else self.run.output / REQUEST
+        if self._successors:
+            if all(each.has_state for each, _ in self._successors):
+                self._hand_over()
+        elif request is not None and request.exists():
+            with suppress(ValueError):
+                count = int(request.read_text(encoding="utf-8"))
+                if 1 <= count <= size:
+                    parts = _dealt(size, count)
+                    self._successors = [(self._start([], later=part), part) for part in parts]
+                    self._publish()
+            request.unlink()
+
+    def _hand_over(self) -> None:
+        successors = [each for each, _ in self._successors]
+        for each in list(self._processes.values()):
+            if each not in successors:
+                self._kill(each)
+        for each, ranks in self._successors:
+            each.ranks = [rank for rank in ranks if rank not in self._ended]
+        self._successors = []
+        print(f"geartrain: {len(successors)} processes from now on", file=sys.stderr, flush=True)
+        self._publish()
+
+    def _kill(self, process: _Process) -> None:
+        process.process.kill()
+        process.process.join()
+        del self._processes[process.number]
+        process.link.close()
+
     # --- ending -----------------------------------------------------------------------------------
 
     def _wait_for_end(self) -> None:
@@ -311,6 +370,12 @@ class _Members:
                 each.process.kill()
             each.process.join()
             each.link.close()
+
+
+def _dealt(size: int, count: int) -> list[list[int]]:
+    """Return the ranks of each of ``count`` processes."""
+    bounds = [size * i // count for i in range(count + 1)]
+    return [list(range(first, end)) for first, end in itertools.pairwise(bounds)]
 
 
 def _describe(process: _Process) -> str:
