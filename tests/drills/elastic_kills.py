@@ -102,8 +102,10 @@ def main() -> None:
                 whole, [], partial(run_all, case, whole, folders), 120 * (1 + given.kills)
             )
             if code:
-                counts["wrong"] += 1
-                print(f"{number} WRONG: failed: {out[-2500:]} {json.dumps(case)}", flush=True)
+                refused = "UsageError" in out
+                counts["refused" if refused else "wrong"] += 1
+                verdict = "refused" if refused else "WRONG: failed"
+                print(f"{number} {verdict}: {out[-900:]} {json.dumps(case)}", flush=True)
                 continue
             left = re.findall("A PROCESS WAS LEFT", out)
             for folder in folders:

@@ -344,10 +344,11 @@ class ModelCheckpoint(BestFiles, PluginCallback):
         remaining = [
             name for name in self._old if name not in kept and is_own(folder, name, self._identity)
         ]
-        if run.loop.resumed.path is None or _is_last(run.loop.resumed.path):
-            remaining += written_after(
-                folder, self._identity, (run.epoch, run.step, run.loop.resumed.batch_idx), kept
-            )
+        path, batches = run.loop.resumed.path, run.loop.resumed.batch_idx
+        if path is None or _is_last(path):
+            # A checkpoint in memory knows no file that was saved in the same place after it.
+            done = (run.epoch, run.step, batches - (path is None))
+            remaining += written_after(folder, self._identity, done, kept)
         for name in remaining:
             delete(folder, name)
         self._old = []
