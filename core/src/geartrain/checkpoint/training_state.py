@@ -285,7 +285,6 @@ def _warn_of_replay(run: Run, batch_idx: int) -> None:
     for loader in run.stages["train"].single_loaders() if run.world.rank == 0 else ():
         one_shot = isinstance(loader, Iterator)
         stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
-        # Workers that persist draw from where they were, which nobody knows.
         persist = stream and run.epoch > 0 and getattr(loader, "persistent_workers", False)
         if persist or (stream and batch_idx) or (one_shot and (batch_idx or run.loop.batches_seen)):
             message = "cannot be told where to resume"

@@ -270,7 +270,9 @@ class _Member:
             strategy.weight = snapshot.weight
             run.loop.memory_checkpoint = snapshot.checkpoint()
             run.plan = replace(run.plan, resumes=True)
-            _cut(run.loop.memory_checkpoint["fit"]["ranks"][rank]["files"])
+            local = run.loop.memory_checkpoint["fit"]["ranks"][rank]
+            strategy.is_exhausted = local["exhausted"]
+            _cut(local["files"])
 
     def _fail(self, rank: int, error: BaseException) -> None:
         """Report the error of a rank, and end this process if another one may try again."""

@@ -83,6 +83,8 @@ class ElasticStrategy:
         self.hub: Hub | None = None
         #: The result of the first ``total_weight`` of the fit.
         self.weight: Any = UNKNOWN
+        #: True if ranks have agreed that the training loaders have no more batches in this epoch.
+        self.is_exhausted = False
         self._snapshot_is_due = False
         #: The caller of ``on_step_end``.
         self._on_step_end: Callable[..., Any] = _do_nothing
@@ -298,13 +300,24 @@ class _Coordinator(SeveralRanks):
         return strategy.weight
 
     def batches(self, run: Run, batches: Iterable[Any], limit: int | None) -> Iterator[Any]:
-        resumed = run.loop.resumed if run.stage == "train" else None
-        if resumed is None or not resumed.batch_idx:
-            return super().batches(run, batches, limit)
+        trains, resumed = run.stage == "train", run.loop.resumed
+        agrees = trains and run.current_stage.lengths_unknown
+        if not trains or resumed is None or not resumed.batch_idx:
+            found = super().batches(run, batches, limit)
+            return self._watched(found) if agrees else found
         # These were there before: ranks need not agree on them.
         count, iterator = resumed.batch_idx - run.stages["train"].first, iter(batches)
         remaining = super().batches(run, iterator, None if limit is None else limit - count)
-        return chain(self._skipped(run, iterator, count), remaining)
+        if self._strategy.is_exhausted:
+            remaining = iter(())
+        skipped = self._skipped(run, iterator, count)
+        return chain(skipped, self._watched(remaining) if agrees else remaining)
+
+    def _watched(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Note when ranks have agreed that no batch follows: it may be before the last step."""
+        self._strategy.is_exhausted = False
+        yield from batches
+        self._strategy.is_exhausted = True
 
     def _skipped(self, run: Run, batches: Iterator[Any], count: int) -> Iterator[Any]:
         hub = self._strategy.hub
@@ -317,7 +330,8 @@ class _Coordinator(SeveralRanks):
 
     def gather_states(self, run: Run, local: dict[str, Any]) -> list[dict[str, Any]]:
         if self._states is not None:
-            local = {**local, "files": _sizes(run) if run.world.rank == 0 else {}}
+            sizes = _sizes(run) if run.world.rank == 0 else {}
+            local = {**local, "files": sizes, "exhausted": self._strategy.is_exhausted}
             self._states = self._strategy._exchange(run, Call("snapshot", pickle.dumps(local))).data
             return []
         data = self._strategy._exchange(run, Call("checkpoint", pickle.dumps(local))).data
