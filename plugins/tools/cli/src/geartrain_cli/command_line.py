@@ -29,6 +29,7 @@ _HELP = {
     "test": "test a module",
     "predict": "predict with a module",
     "tune": "find a learning rate (tune lr TARGET) or a batch size (tune batch-size TARGET)",
+    "scale": "change the number of processes of a run with --strategy elastic",
     "report": "write one HTML page about one or several runs",
     "ckpt": "list, verify, show, compare and export checkpoints",
     "explain": "show the plan and the plugins that implement each hook; start nothing",
@@ -54,15 +55,15 @@ _EXAMPLES = (
     "geartrain report runs",
 )
 _GROUPS = {
-    "train and evaluate": ("fit", "validate", "test", "predict", "tune"),
+    "train and evaluate": ("fit", "validate", "test", "predict", "tune", "scale"),
     "look": ("report", "ckpt", "explain", "plugins", "doctor"),
     "write and test code": ("verify", "new", "port", "conformance"),
     "other commands": (),
 }
 _USAGE = (
     "TARGET is file.py, file.py:Class or package.module:Class. Instead of a TARGET, conformance "
-    "takes a strategy's name, new takes a kind and a name, port takes a file, report takes folders "
-    "of runs, ckpt takes an action and files; plugins and doctor take nothing.",
+    "takes a strategy's name, new takes a kind and a name, port takes a file, report and scale "
+    "take folders of runs, ckpt takes an action and files; plugins and doctor take nothing.",
     "geartrain COMMAND TARGET --help lists the options that people use, with those of the target "
     "and of selected plugins; --help-all lists all. With --traceback, an error shows its whole "
     "traceback.",
