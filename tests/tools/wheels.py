@@ -111,6 +111,7 @@ COMMANDS = {
     "doctor": ["--json"],
     "ckpt": ["--help"],
     "verify": ["--help"],
+    "scale": ["--help"],
     "port": ["target.py"],
     "report": ["run"],
     "tune": ["batch-size", "target.py", "--accelerator", "cpu", "--max-trials", "1"],
