@@ -61,10 +61,3 @@ def test_data_of_any_length_is_gathered():
     lengths = [0, 8184 - 32, 8185 - 32, 100_000]
     found = in_groups([[0], [1], [2], [3]], lambda g: g.gather(b"x" * lengths[g.index]))
     assert [[len(each) for each in row] for row in found] == [lengths] * 4
-
-
-def test_the_others_calls_raise_when_one_closes():
-    def close(group):
-        return group.close() if group.index == 1 else group.gather(b"")
-
-    assert isinstance(in_groups([[0], [1]], close)[0], RuntimeError)
