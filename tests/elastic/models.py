@@ -1,6 +1,7 @@
 """The module that the tests of elastic train; it may kill its process, or raise."""
 
 import os
+import random
 import signal
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import geartrain as gt
+from geartrain.callbacks import Callback
 
 
 class Samples(Dataset):
@@ -26,8 +28,19 @@ class Samples(Dataset):
         return x + self.noise * torch.rand(4) if self.noise else x, x.sum().sin().reshape(1)
 
 
+class Count(Callback):
+    """A callback that counts steps, and has no state_dict."""
+
+    def __init__(self):
+        self.steps = 0
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.steps += 1
+        pl_module.log("steps", float(self.steps), on_step=True, sync_dist=True)
+
+
 class Net(gt.Module):
-    """Has BatchNorm, dropout, a schedule per step and logged values.
+    """Has BatchNorm, dropout, a schedule per step, logged values, and state in no state_dict.
 
     Args:
         flags: the folder that shows which kills and errors have happened.
@@ -42,6 +55,8 @@ class Net(gt.Module):
             nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 1)
         )
         self.flags, self.kills, self.raises, self.slow = flags, kills, raises, slow
+        self.factor, self.losses, self.random = 1.0, [], random.Random(1)
+        self.register_buffer("mean", torch.zeros(4), persistent=False)
 
     def at(self, method):
         place = (method, self.trainer.global_step, self.trainer.global_rank)
@@ -55,7 +70,10 @@ class Net(gt.Module):
 
     def training_step(self, batch, batch_idx):
         x, y = batch
-        loss = (self.layers(x) - y).square().mean()
+        self.mean.lerp_(x.mean(dim=0), 0.1)
+        self.factor *= 0.9 + 0.2 * self.random.random()
+        loss = self.factor * (self.layers(x - self.mean) - y).square().mean()
+        self.losses.append(loss)
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         time.sleep(self.slow)
         self.at("training_step")
@@ -70,6 +88,8 @@ class Net(gt.Module):
         self.at("on_train_batch_end")
 
     def on_train_epoch_end(self):
+        self.log("mean_loss", torch.stack(self.losses).mean(), sync_dist=True)
+        self.losses.clear()
         self.at("on_train_epoch_end")
 
     def on_fit_end(self):
@@ -96,6 +116,7 @@ def fit(folder, devices, virtual_ranks=2, strategy="elastic", workers=0, net=Non
         log_every_n_steps=2,
         output=folder,
         enable_progress_bar=False,
+        callbacks=[Count()],
         **options,
     )
     loader = DataLoader(Samples(38), batch_size=4, shuffle=True, num_workers=workers)

@@ -196,3 +196,30 @@ def test_a_rank_without_samples_must_find_the_object():
     message = "'hidden'.: a rank without samples cannot find the metric. Fix: use an attribute"
     with pytest.raises(gt.TrainingError, match=message):
         trainer.validate(Hides(), DataLoader(samples(1)))
+
+
+class Trained(Measured):
+    """A module with a metric of its training, whose values have a graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.trained = MeanSquaredError()
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("trained", self.trained(self(x), y), on_step=True)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Metric `Spearman", "ignore:The variance of predictions", "ignore:The ``compute`` method"
+)
+def test_a_repeated_batch_leaves_a_metric_of_the_training_alone():
+    trainer, strategy = on_threads(max_epochs=1, num_sanity_val_steps=0)
+    trainer.fit(
+        Trained(),
+        DataLoader(samples(), batch_size=4),
+        DataLoader(Subset(samples(), range(3)), batch_size=1),
+    )
+    assert all(run.metrics["count"] == 3 for run in strategy.runs)
+    assert all(run.module.trained.update_count for run in strategy.runs)

@@ -177,7 +177,7 @@ def set_states(module: nn.Module, states: Mapping[str, Any]) -> None:
 def temporary_copies(module: nn.Module) -> Iterator[None]:
     """Replace a module's metrics by copies, so that discarded batches do not count in them."""
     before = find_metrics(module)
-    copies = {id(metric): copy.deepcopy(metric) for _, metric in before}
+    copies = {id(metric): copy.deepcopy(metric, _detached(metric)) for _, metric in before}
     for path, metric in before:
         replace_metric(module, path, copies[id(metric)])
     try:
@@ -185,6 +185,13 @@ def temporary_copies(module: nn.Module) -> Iterator[None]:
     finally:
         for path, metric in before:
             replace_metric(module, path, metric)
+
+
+def _detached(metric: nn.Module) -> dict[int, torch.Tensor]:
+    """Return a memo for ``deepcopy``, which cannot copy the tensors that have a graph."""
+    found: list[torch.Tensor] = []
+    map_tensors([vars(part) for part in metric.modules()], found.append)
+    return {id(each): each.detach().clone() for each in found if each.grad_fn is not None}
 
 
 def _gather(run: Run, tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:

@@ -20,6 +20,7 @@ from torch import nn
 from geartrain import Layout, Plan, PlanRequest, Run, TrainingError, UsageError, World, hookimpl
 from geartrain.parallel import SeveralRanks, refuse_unequal, shard
 from geartrain.plugin_api import RankCoordinator
+from geartrain_elastic.attributes import attributes, restore
 from geartrain_elastic.hub import UNKNOWN, Call, Hub, Result, spread
 from geartrain_elastic.seeding import seeded
 from geartrain_elastic.starter import run_in_members
@@ -310,7 +311,7 @@ class _Coordinator(SeveralRanks):
         remaining = super().batches(run, iterator, None if limit is None else limit - count)
         if self._strategy.is_exhausted:
             remaining = iter(())
-        skipped = self._skipped(run, iterator, count)
+        skipped = self._skipped(run, iterator, count, resumed.rank.get("attributes", []))
         return chain(skipped, self._watched(remaining) if agrees else remaining)
 
     def _watched(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -319,19 +320,23 @@ class _Coordinator(SeveralRanks):
         yield from batches
         self._strategy.is_exhausted = True
 
-    def _skipped(self, run: Run, batches: Iterator[Any], count: int) -> Iterator[Any]:
+    def _skipped(
+        self, run: Run, batches: Iterator[Any], count: int, saved: list[dict[str, Any]]
+    ) -> Iterator[Any]:
         hub = self._strategy.hub
         assert hub is not None
         for number, batch in enumerate(islice(batches, count), 1):
             if number == count:  # the loop restores the rest of its state, and goes on
                 self._strategy._phase = ""
+                restore(run, saved)
                 hub.go_on(run.world.rank)
             yield batch
 
     def gather_states(self, run: Run, local: dict[str, Any]) -> list[dict[str, Any]]:
         if self._states is not None:
             sizes = _sizes(run) if run.world.rank == 0 else {}
-            local = {**local, "files": sizes, "exhausted": self._strategy.is_exhausted}
+            exhausted, more = self._strategy.is_exhausted, attributes(run)
+            local = {**local, "files": sizes, "exhausted": exhausted, "attributes": more}
             self._states = self._strategy._exchange(run, Call("snapshot", pickle.dumps(local))).data
             return []
         data = self._strategy._exchange(run, Call("checkpoint", pickle.dumps(local))).data
