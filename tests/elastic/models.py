@@ -101,10 +101,25 @@ class Net(gt.Module):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-def fit(folder, devices, virtual_ranks=2, strategy="elastic", workers=0, net=None, **options):
+class Cooling(Net):
+    """Changes a number that is in no state_dict, and on which the gradients depend."""
+
+    temperature = 1.0
+
+    def training_step(self, batch, batch_idx):
+        self.temperature *= 0.9
+        return super().training_step(batch, batch_idx) / self.temperature
+
+    def on_before_optimizer_step(self, optimizer):
+        self.at("on_before_optimizer_step")
+
+
+def fit(
+    folder, devices, virtual_ranks=2, strategy="elastic", workers=0, net=None, kind=Net, **options
+):
     """Train in a folder; return the trainer and the module."""
     torch.manual_seed(0)
-    module = Net(**(net or {}))
+    module = kind(**(net or {}))
     options.setdefault("max_epochs", 2)
     elastic = {"virtual_ranks": virtual_ranks, **options.pop("strategy_options", {})}
     trainer = gt.Trainer(

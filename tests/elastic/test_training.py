@@ -10,7 +10,7 @@ from geartrain.callbacks import AsyncCheckpoint
 from geartrain_elastic import ElasticStrategy
 from geartrain_resilience.preemption import Preemption
 
-from .models import Net, fit, state
+from .models import Cooling, Net, fit, state
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -76,6 +76,12 @@ def test_too_few_are_left(tmp_path):
     options = {"replace": False, "min_processes": 2}
     with pytest.raises(gt.TrainingError, match=r"1 processes are left.* min_processes=2"):
         fit(tmp_path / "run", 2, net=net, strategy_options=options)
+
+
+def test_a_rank_that_repeats_a_step_with_other_gradients_ends_the_run(tmp_path):
+    net = {"flags": str(tmp_path), "kills": [("on_before_optimizer_step", 3, 1)]}
+    with pytest.raises(gt.TrainingError, match=r"rank 1 cannot be taken over.*gradients differ.*F"):
+        fit(tmp_path / "run", 2, net=net, kind=Cooling)
 
 
 def test_an_error_that_comes_again_ends_the_run(tmp_path, capfd):

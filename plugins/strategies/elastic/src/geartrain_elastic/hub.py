@@ -17,15 +17,15 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
 
 from geartrain import TrainingError
 from geartrain.plugin_api import map_tensors
+from geartrain_elastic.gradients import Flat, Gradients
 from geartrain_elastic.group import Group
 
 
@@ -37,10 +37,8 @@ class Call:
     name: str
     #: For all ranks.
     data: bytes = b""
-    #: Gradients to add up over ranks, and ``None`` for those that this rank has not.
-    tensors: Sequence[torch.Tensor | None] | None = None
-    #: The parameters of ``tensors``.
-    like: Sequence[torch.Tensor] = ()
+    #: To average over ranks.
+    gradients: Gradients | None = None
     #: ``"start"`` for a collective of the set-up, ``"epoch"`` for one before the first batch of an
     #: epoch: a rank that starts again in that epoch calls them again.
     phase: str = ""
@@ -54,15 +52,17 @@ class Result:
     name: str
     #: Of each rank.
     data: list[bytes]
-    #: The sums, flat, by type of number; and the indices of the tensors in each.
-    sums: list[tuple[list[int], torch.Tensor]] = field(default_factory=list)
+    #: The means of gradients.
+    means: list[Flat] = field(default_factory=list)
+    #: Of each rank, the digest of its gradients.
+    digests: list[bytes] = field(default_factory=list)
     #: The error that all ranks raise.
     problem: str | None = None
 
     @property
     def size(self) -> int:
         """Bytes."""
-        return sum(map(len, self.data)) + sum(flat.nbytes for _, flat in self.sums)
+        return sum(map(len, self.data)) + sum(flat.nbytes for _, flat in self.means)
 
 
 #: Ranks have not agreed yet.
@@ -207,6 +207,12 @@ class Hub:
         if result.name != call.name:  # a rank that starts again must do as it did before
             others = next((r for r in range(self.size) if r != rank), rank)
             raise TrainingError(_apart(others, result.name, rank, call.name))
+        if call.gradients is not None and call.gradients.digest != result.digests[rank]:
+            raise TrainingError(
+                f"rank {rank} cannot be taken over: it repeats a step, and its gradients differ. "
+                "Fix: keep all that a step changes in parameters, buffers or state_dict(), and "
+                "use a loader that repeats its batches; geartrain verify resume finds the cause"
+            )
         return result
 
     def go_on(self, rank: int) -> None:
@@ -425,7 +431,11 @@ def _again(prelude: Iterator[Result], rank: int, name: str) -> Result:
 
 def _meet(group: Group, calls: dict[int, Call], size: int) -> Result:
     """Do one collective with the other processes."""
-    local = [(rank, call.name, call.data, _mask(call)) for rank, call in sorted(calls.items())]
+    local = []
+    for rank, call in sorted(calls.items()):
+        found = call.gradients
+        described = None if found is None else (found.present, found.digest)
+        local.append((rank, call.name, call.data, described))
     rows = [row for each in group.gather(pickle.dumps(local)) for row in pickle.loads(each)]
     rows.sort()
     first = rows[0][1]
@@ -435,56 +445,11 @@ def _meet(group: Group, calls: dict[int, Call], size: int) -> Result:
     data = [row[2] for row in rows]
     if rows[0][3] is None:
         return Result(first, data)
-    present = [any(flags) for flags in zip(*(row[3] for row in rows), strict=True)]
-    return Result(first, data, _sums(group, calls, present, size))
-
-
-def _mask(call: Call) -> bytes | None:
-    if call.tensors is None:
-        return None
-    return bytes(tensor is not None for tensor in call.tensors)
-
-
-def _sums(
-    group: Group, calls: dict[int, Call], present: list[bool], size: int
-) -> list[tuple[list[int], torch.Tensor]]:
-    """Return the mean over ranks of the gradients that any rank has, flat."""
-    like = next(iter(calls.values())).like
-    by_type: dict[torch.dtype, list[int]] = {}
-    for index, tensor in enumerate(like):
-        if present[index]:
-            by_type.setdefault(tensor.dtype, []).append(index)
-    found = []
-    for indices in by_type.values():
-        leaves = []
-        for _, call in sorted(calls.items()):
-            assert call.tensors is not None
-            parts = (call.tensors[i] for i in indices)
-            flat = torch.cat(
-                [
-                    like[i].detach().new_zeros(like[i].numel())
-                    if part is None
-                    else part.reshape(-1)
-                    for i, part in zip(indices, parts, strict=True)
-                ]
-            )
-            leaves.append(flat.div_(size))  # first, as DDP does: the sum may overflow in 16 bits
-        found.append((indices, group.sum(leaves)))
-    return found
-
-
-def spread(result: Result, like: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the index of each tensor that was summed, and its sum, a view."""
-    return chain.from_iterable(
-        zip(
-            indices,
-            (
-                part.view_as(like[i])
-                for i, part in zip(
-                    indices, torch.split(flat, [like[i].numel() for i in indices]), strict=True
-                )
-            ),
-            strict=True,
-        )
-        for indices, flat in result.sums
-    )
+    masks, digests = zip(*(row[3] for row in rows), strict=True)
+    present = bytes(map(any, zip(*masks, strict=True)))
+    flats = [call.gradients.flats(present) for _, call in sorted(calls.items()) if call.gradients]
+    means = []
+    for alike in zip(*flats, strict=True):
+        leaves = [flat.div_(size) for _, flat in alike]  # as DDP: a sum may overflow in 16 bits
+        means.append((alike[0][0], group.sum(leaves)))
+    return Result(first, data, means, list(digests))

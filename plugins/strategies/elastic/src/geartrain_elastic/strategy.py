@@ -21,7 +21,8 @@ from geartrain import Layout, Plan, PlanRequest, Run, TrainingError, UsageError,
 from geartrain.parallel import SeveralRanks, refuse_unequal, shard
 from geartrain.plugin_api import RankCoordinator
 from geartrain_elastic.attributes import attributes, restore
-from geartrain_elastic.hub import UNKNOWN, Call, Hub, Result, spread
+from geartrain_elastic.gradients import Gradients, spread
+from geartrain_elastic.hub import UNKNOWN, Call, Hub, Result
 from geartrain_elastic.seeding import seeded
 from geartrain_elastic.starter import run_in_members
 from geartrain_spawn.pickles import dump
@@ -171,7 +172,7 @@ class ElasticStrategy:
         """
         grads = [p.grad if new else None for p, new in zip(parameters, changed, strict=True)]
         result = self._reduce(run, parameters, grads)
-        return [parameters[index] for indices, _ in result.sums for index in indices]
+        return [parameters[index] for indices, _ in result.means for index in indices]
 
     def _reduce(
         self,
@@ -185,9 +186,10 @@ class ElasticStrategy:
                 f"{run.plan.strategy.label}: sparse gradients cannot be averaged over ranks here. "
                 "Fix: sparse=False in nn.Embedding"
             )
-        result = self._exchange(run, Call("reduce_gradients", data, grads, parameters))
+        gradients = Gradients(grads, parameters)
+        result = self._exchange(run, Call("reduce_gradients", data, gradients))
         means, current = [], []
-        for index, mean in spread(result, parameters):
+        for index, mean in spread(result.means, parameters):
             grad = parameters[index].grad
             if grad is None:
                 parameters[index].grad = mean.clone()
