@@ -5,6 +5,7 @@ import random
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -102,13 +103,15 @@ class Net(gt.Module):
 
 
 class Cooling(Net):
-    """Changes a number that is in no state_dict, and on which the gradients depend."""
+    """Changes an object that nobody can copy, and on which the gradients depend."""
 
-    temperature = 1.0
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.state = SimpleNamespace(temperature=1.0)
 
     def training_step(self, batch, batch_idx):
-        self.temperature *= 0.9
-        return super().training_step(batch, batch_idx) / self.temperature
+        self.state.temperature *= 0.9
+        return super().training_step(batch, batch_idx) / self.state.temperature
 
     def on_before_optimizer_step(self, optimizer):
         self.at("on_before_optimizer_step")

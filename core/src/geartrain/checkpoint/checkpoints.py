@@ -128,9 +128,6 @@ def load(run: Run, start: InitialCheckpoint) -> None:
         run.module.on_load_checkpoint(state)
 
 
-# --- which file "best" and "last" mean ------------------------------------------------------------
-
-
 def find_checkpoint_file(
     given: str | Path | None, hooks: Hooks, output: Path | None, resumes: bool = False
 ) -> Path | None:

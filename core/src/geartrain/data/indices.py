@@ -9,7 +9,7 @@ from zlib import crc32
 import torch
 from torch.utils.data import DataLoader
 
-from geartrain.data.seeding import seed_everything
+from geartrain.data.seeding import seed_cpu, seed_everything
 
 
 class IndexedBatches:
@@ -49,5 +49,6 @@ class _Seeded:
 
 
 def _seed_worker(indices: Any, seed: int) -> Any:
-    seed_everything(seed % 2**32)
+    has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    (seed_everything if has_cuda else seed_cpu)(seed % 2**32)
     return indices

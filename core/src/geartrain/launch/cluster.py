@@ -109,9 +109,6 @@ def _launchers() -> list[EntryPoint]:
     return sorted(entry_points(group="geartrain.launchers"), key=lambda point: point.name)
 
 
-# --- launchers ------------------------------------------------------------------------------------
-
-
 def _torchrun(environ: Mapping[str, str]) -> ClusterEnvironment | None:
     """Read torchrun's variables, which geartrain sets too.
 

@@ -270,9 +270,6 @@ def _warn_if_untrained(run: Run, versions: list[int]) -> None:
     warn(f"{message}: {reason}. Fix: {hint}")
 
 
-# --- when to validate -----------------------------------------------------------------------------
-
-
 def _validates_after_epoch(run: Run) -> bool:
     """True if validation comes after this epoch: it is the whole interval, or a plugin asks."""
     interval = run.plan.options.val_check_interval

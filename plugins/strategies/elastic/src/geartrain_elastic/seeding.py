@@ -12,9 +12,7 @@ from zlib import crc32
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from geartrain import seed_everything
-from geartrain.plugin_api import with_samplers
-from geartrain_elastic.hub import RandomState
+from geartrain.plugin_api import drawing_from, with_samplers
 
 
 def seeded(loader: Any) -> Any:
@@ -59,9 +57,5 @@ class _SeededIndices(list[Any]):
         self._seed = seed
 
     def __iter__(self) -> Iterator[Any]:
-        state = RandomState.now()
-        seed_everything(self._seed)
-        try:
+        with drawing_from(self._seed):
             yield from super().__iter__()
-        finally:
-            state.restore()
