@@ -45,7 +45,7 @@ class Net(gt.Module):
 
     Args:
         flags: the folder that shows which kills and errors have happened.
-        kills: pairs (method, step, rank): SIGKILL there, once.
+        kills: triples (method, step, rank): SIGKILL there, once for each.
         raises: a triple as above: an error there, each time.
         slow: seconds of each step.
     """
@@ -63,8 +63,8 @@ class Net(gt.Module):
         place = (method, self.trainer.global_step, self.trainer.global_rank)
         if place == self.raises:
             raise ValueError("my own error")
-        if place in self.kills:
-            flag = Path(self.flags, "-".join(map(str, place)))
+        for number in range(self.kills.count(place)):
+            flag = Path(self.flags, "-".join(map(str, (*place, number))))
             if not flag.exists():
                 flag.touch()
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -42,7 +42,7 @@ def test_four_ranks_on_any_number_of_processes(tmp_path, devices, workers):
 @pytest.mark.parametrize(
     "kills",
     [
-        [("training_step", 3, 1), ("on_train_batch_end", 6, 0)],
+        [*[("training_step", 3, 1)] * 2, ("on_train_batch_end", 6, 0)],
         pytest.param(
             [("training_step", 0, 0), ("validation_step", 5, 1), ("on_train_epoch_end", 10, 0)],
             marks=pytest.mark.matrix,

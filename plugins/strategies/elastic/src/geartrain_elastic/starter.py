@@ -124,9 +124,11 @@ class _Members:
     _errors: dict[int, str] = field(default_factory=dict)
     _generations: Iterator[int] = field(default_factory=itertools.count)
     _started: Iterator[int] = field(default_factory=itertools.count)
-    #: The last generation that began, the collectives done then, and the generations before it
-    #: that began there, too.
+    #: The last generation that began after a death, the collectives done then, and the generations
+    #: before it that began there, too.
     _began: tuple[int, int, int] = (-1, -1, 0)
+    #: Generation -> the deaths after which it was published.
+    _deaths: dict[int, str] = field(default_factory=dict)
     #: Processes that take over all ranks once they have the state, and their ranks.
     _successors: list[tuple[_Process, list[int]]] = field(default_factory=list)
 
@@ -188,10 +190,16 @@ class _Members:
         self._processes[number] = started
         return started
 
-    def _publish(self) -> None:
-        """Tell every process which ones there are."""
+    def _publish(self, described: str = "") -> None:
+        """Tell every process which ones there are.
+
+        Args:
+            described: the deaths that led to it.
+        """
         members = tuple((each.number, tuple(each.ranks)) for each in self._processes.values())
         generation = Generation(next(self._generations), members, dict(self._errors))
+        if described:
+            self._deaths[generation.number] = described
         for each in self._processes.values():
             self._send(each, generation)
 
@@ -238,8 +246,12 @@ class _Members:
 
     def _note(self, joined: Joined) -> None:
         number, done, times = self._began
-        if joined.generation > max(number, 0):  # the first one begins without a death
-            self._began = joined.generation, joined.done, times + 1 if joined.done == done else 0
+        if joined.generation > number and joined.generation in self._deaths:
+            times = times + 1 if joined.done == done else 0
+            self._began = joined.generation, joined.done, times
+            if times == 2:
+                described = self._deaths[joined.generation]
+                raise TrainingError(f"{described}, for the third time in the same place")
 
     def _final(self, failed: Failed) -> BaseException:
         self.stop(TrainingError(f"rank {failed.rank} has failed: {failed.message}"))
@@ -294,8 +306,6 @@ class _Members:
             if failed is not None:
                 raise self._final(failed)
             raise TrainingError(f"no process with the state of the run is left: {described}")
-        if self._began[2]:
-            raise TrainingError(f"{described}, for the third time in the same place")
         for each, ranks in zip(dead, lost, strict=True):
             if each.failed is not None:
                 self._errors[each.failed.rank] = each.failed.message
@@ -310,7 +320,7 @@ class _Members:
             )
         then = "another one takes its place" if self.strategy.replace else "the others go on"
         print(f"geartrain: {described}; {then}", file=sys.stderr, flush=True)
-        self._publish()
+        self._publish(described)
 
     def _deal(self, ranks: list[int]) -> None:
         for rank in ranks:
