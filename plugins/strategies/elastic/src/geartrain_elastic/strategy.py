@@ -56,7 +56,11 @@ class ElasticStrategy:
         UsageError: a number is below 1, or ``timeout`` is not above 0.
     """
 
-    capabilities: ClassVar[dict[str, Any]] = {"multi_node": False}
+    capabilities: ClassVar[dict[str, Any]] = {
+        "multi_node": False,
+        "recovers": True,
+        "ranks_option": "virtual_ranks",
+    }
     #: A session must be launched with a function: its processes have no other entry point.
     needs_function = True
     #: Pickles objects for a rank; ``geartrain doctor --pickle`` uses it to find objects that fail.

@@ -47,6 +47,12 @@ class Capabilities:
     identical_weights: bool = True
     #: On one machine nothing listens on any address but loopback.
     loopback_only: bool = True
+    #: If a rank's process dies, the run ends with the bits of one in which none has died. Off by
+    #: default, and then not tested.
+    recovers: bool = False
+    #: The strategy's option for the number of ranks that share the given devices, if the bits do
+    #: not depend on the number of devices; ``None`` if it has none.
+    ranks_option: str | None = None
     #: The strategy's option for its timeout, in seconds, after which a hanging rank ends the run;
     #: ``None`` if it has none.
     timeout_option: str | None = "timeout"

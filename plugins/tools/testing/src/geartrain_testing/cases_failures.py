@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from geartrain_testing.cases_launch import NO_PROC
+from geartrain_testing.cases_training import uses
+from geartrain_testing.checks import differing
 from geartrain_testing.kit import Kit, Run, need
 from geartrain_testing.launching import HAS_PROC, until
 from geartrain_testing.nets import MEANT
@@ -49,6 +51,16 @@ def _nothing_left(run: Run) -> None:
     assert remaining == [], f"left behind after the failure: {remaining}\n{run.shown()}"
 
 
+def _as_quiet(run: Run, kit: Kit, where: str) -> None:
+    """Check that the caller has the weights and metrics of the scenario ``adam``, bit for bit."""
+    (found,), (expected,) = run.report.caller, kit.report("adam").caller
+    off = differing(found["weights"], expected["weights"], rtol=0.0, atol=0.0)
+    assert not off, f"{where}, the weights are others than in a quiet run; most: {off}"
+    assert found["metrics"] == expected["metrics"], (
+        f"{where}, the metrics are {found['metrics']}, and in a quiet run {expected['metrics']}"
+    )
+
+
 class FailureCases:
     """Cases in which a rank fails."""
 
@@ -69,6 +81,29 @@ class FailureCases:
             ):
                 missing = [rank for rank in range(kit.ranks) if f"{mark}-{rank}" not in marks]
                 assert not missing, f"{message} was not called on ranks {missing}\n{run.shown()}"
+
+    @uses("adam")
+    def test_recovers(self, kit: Kit) -> None:
+        """If a rank is killed once, the run ends with the bits of a quiet one."""
+        need(kit.can.recovers, "recovers is not declared")
+        need(HAS_PROC, NO_PROC)
+        with kit.program("killed", "recovers", {}) as run:
+            code = run.finish()
+            assert (run.folder / "killed").exists(), f"no rank was killed\n{run.shown()}"
+            assert code == 0, f"the run has not recovered\n{run.shown()}"
+            _as_quiet(run, kit, "after a kill")
+            _nothing_left(run)
+
+    @uses("adam")
+    def test_ranks_on_one_device(self, kit: Kit) -> None:
+        """All ranks on one device, by ``ranks_option``, have the bits of one rank a device."""
+        option = kit.can.ranks_option
+        need(option is not None, "ranks_option is None: each device has a fixed number of ranks")
+        options = {**kit.request.options, str(option): kit.ranks}
+        with kit.program("adam", "ranks-on-one", {"devices": 1, "options": options}) as run:
+            code = run.finish()
+            assert code == 0, f"the run failed\n{run.shown()}"
+            _as_quiet(run, kit, "on one device")
 
     @pytest.mark.parametrize("kind", SIGNALS)
     def test_signal(self, kit: Kit, kind: str) -> None:

@@ -415,6 +415,26 @@ class LogsOnOneRank(Net):
 
 
 #: The start of the message of the error that a rank raises on purpose; the phase follows.
+class Dies(Net):
+    """Kills its process on the last rank in the fourth step, once.
+
+    Args:
+        mark: a file that shows that it has happened.
+    """
+
+    def __init__(self, mark: str) -> None:
+        super().__init__(optimizer="adam")
+        self.mark = mark
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        trainer, mark = self.trainer, Path(self.mark)
+        is_last = trainer.global_rank == trainer.world_size - 1
+        if trainer.global_step == 3 and is_last and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch, batch_idx)
+
+
 MEANT = "the conformance kit's own error, raised on purpose in"
 
 

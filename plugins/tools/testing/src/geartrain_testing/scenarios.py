@@ -288,6 +288,12 @@ def alternating_parameters(job: Job) -> None:
 
 
 @scenario
+def killed(job: Job) -> None:
+    """``adam``, with a rank that dies."""
+    job.fit(nets.Dies(str(job.folder / "killed")), max_epochs=2)
+
+
+@scenario
 def fault(job: Job) -> None:
     module = nets.Faulty(**job.request.fault, marks=str(job.folder))
     # The run's folder may keep ranks' logs after a failure. The folder for temporary files may not.
