@@ -5,7 +5,6 @@ import random
 import signal
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -102,16 +101,23 @@ class Net(gt.Module):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-class Cooling(Net):
-    """Changes an object that nobody can copy, and on which the gradients depend."""
+class Steps:
+    """Has no ``__dict__``."""
+
+    __slots__ = ("count",)
+
+
+class Counting(Net):
+    """Its gradients depend on an object that elastic does not copy."""
 
     def __init__(self, **options):
         super().__init__(**options)
-        self.state = SimpleNamespace(temperature=1.0)
+        self.steps = Steps()
+        self.steps.count = 0
 
     def training_step(self, batch, batch_idx):
-        self.state.temperature *= 0.9
-        return super().training_step(batch, batch_idx) / self.state.temperature
+        self.steps.count += 1
+        return super().training_step(batch, batch_idx) * self.steps.count
 
     def on_before_optimizer_step(self, optimizer):
         self.at("on_before_optimizer_step")

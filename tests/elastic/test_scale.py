@@ -28,7 +28,7 @@ def test_a_run_goes_on_with_other_processes(tmp_path, capfd, devices):
     assert state(tmp_path / "run", module) == quiet
     said = capfd.readouterr()
     assert f"geartrain: {devices} processes from now on" in said.err
-    assert f"goes on with {devices} processes" in said.out
+    assert f"starts {devices} processes, which take over" in said.out
 
 
 def run_folder(folder, strategy="elastic"):

@@ -10,7 +10,7 @@ from geartrain.callbacks import AsyncCheckpoint
 from geartrain_elastic import ElasticStrategy
 from geartrain_resilience.preemption import Preemption
 
-from .models import Cooling, Net, fit, state
+from .models import Counting, Net, fit, state
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -81,7 +81,7 @@ def test_too_few_are_left(tmp_path):
 def test_a_rank_that_repeats_a_step_with_other_gradients_ends_the_run(tmp_path):
     net = {"flags": str(tmp_path), "kills": [("on_before_optimizer_step", 3, 1)]}
     with pytest.raises(gt.TrainingError, match=r"rank 1 cannot be taken over.*gradients differ.*F"):
-        fit(tmp_path / "run", 2, net=net, kind=Cooling)
+        fit(tmp_path / "run", 2, net=net, kind=Counting)
 
 
 def test_an_error_that_comes_again_ends_the_run(tmp_path, capfd):
@@ -100,8 +100,8 @@ def test_an_error_that_comes_again_ends_the_run(tmp_path, capfd):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"virtual_ranks": 0}, "virtual_ranks=0 must be 1 or more"),
-        ({"threads": 0}, "threads=0 must be 1 or more"),
+        ({"virtual_ranks": 0}, "virtual_ranks=0 must be a whole number, 1 or more"),
+        ({"threads": 1.5}, "threads=1.5 must be a whole number, 1 or more"),
         ({"timeout": 0}, "timeout=0 must be above 0"),
     ],
 )

@@ -53,7 +53,7 @@ def command(name: str, argv: list[str]) -> None:
                 "Fix: look if it still trains"
             )
         time.sleep(0.1)
-    print(f"scale: the run in {folder} goes on with {given.devices} processes")
+    print(f"scale: the run in {folder} starts {given.devices} processes, which take over")
 
 
 def _ranks(folder: Path) -> int:

@@ -127,6 +127,8 @@ class _Members:
     #: The last generation that began after a death, the collectives done then, and the generations
     #: before it that began there, too.
     _began: tuple[int, int, int] = (-1, -1, 0)
+    #: Processes that have died one after the other before they had the state of the run.
+    _unready: int = 0
     #: Generation -> the deaths after which it was published.
     _deaths: dict[int, str] = field(default_factory=dict)
     #: Processes that take over all ranks once they have the state, and their ranks.
@@ -238,6 +240,7 @@ class _Members:
                     process.waits_since = process.heard - message.seconds
                 elif isinstance(message, Joined):
                     process.has_state = True
+                    self._unready = 0
                     self._note(message)
                 elif message.is_final:
                     raise self._final(message)
@@ -306,6 +309,9 @@ class _Members:
             if failed is not None:
                 raise self._final(failed)
             raise TrainingError(f"no process with the state of the run is left: {described}")
+        self._unready += any(not each.has_state for each in dead)
+        if self._unready == 3:
+            raise TrainingError(f"{described}, the third one before it had the state of the run")
         for each, ranks in zip(dead, lost, strict=True):
             if each.failed is not None:
                 self._errors[each.failed.rank] = each.failed.message

@@ -20,7 +20,7 @@ from torch import nn
 from geartrain import Layout, Plan, PlanRequest, Run, TrainingError, UsageError, World, hookimpl
 from geartrain.parallel import SeveralRanks, refuse_unequal, shard
 from geartrain.plugin_api import RankCoordinator
-from geartrain_elastic.attributes import attributes, restore
+from geartrain_elastic.attributes import Attributes
 from geartrain_elastic.gradients import Gradients, spread
 from geartrain_elastic.hub import UNKNOWN, Call, Hub, Result
 from geartrain_elastic.seeding import seeded
@@ -81,8 +81,8 @@ class ElasticStrategy:
             raise UsageError(f"timeout={timeout!r} must be above 0 and at most {most} seconds.")
         numbers = {"virtual_ranks": virtual_ranks, "min_processes": min_processes}
         for name, number in {**numbers, "threads": threads}.items():
-            if number is not None and number < 1:
-                raise UsageError(f"{name}={number!r} must be 1 or more.")
+            if number is not None and (not isinstance(number, int) or number < 1):
+                raise UsageError(f"{name}={number!r} must be a whole number, 1 or more.")
         self.virtual_ranks, self.replace, self.min_processes = virtual_ranks, replace, min_processes
         self.timeout, self.threads = timedelta(seconds=timeout), threads
         #: The ranks of this process; set in it.
@@ -91,6 +91,8 @@ class ElasticStrategy:
         self.weight: Any = UNKNOWN
         #: True if ranks have agreed that the training loaders have no more batches in this epoch.
         self.is_exhausted = False
+        #: What the rank has beside a checkpoint; set when its fit begins.
+        self.attributes: Attributes | None = None
         self._snapshot_is_due = False
         #: The caller of ``on_step_end``.
         self._on_step_end: Callable[..., Any] = _do_nothing
@@ -206,6 +208,7 @@ class ElasticStrategy:
 
     @hookimpl
     def on_fit_start(self, run: Run) -> None:
+        self.attributes = Attributes(run)
         if run.world.size > 1:
             self._on_step_end = run.hooks.replace_caller("on_step_end", self._end_step)
 
@@ -317,7 +320,7 @@ class _Coordinator(SeveralRanks):
         remaining = super().batches(run, iterator, None if limit is None else limit - count)
         if self._strategy.is_exhausted:
             remaining = iter(())
-        skipped = self._skipped(run, iterator, count, resumed.rank.get("attributes", []))
+        skipped = self._skipped(run, iterator, count, resumed.rank.get("attributes", {}))
         return chain(skipped, self._watched(remaining) if agrees else remaining)
 
     def _watched(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -327,21 +330,23 @@ class _Coordinator(SeveralRanks):
         self._strategy.is_exhausted = True
 
     def _skipped(
-        self, run: Run, batches: Iterator[Any], count: int, saved: list[dict[str, Any]]
+        self, run: Run, batches: Iterator[Any], count: int, saved: dict[str, dict[str, Any]]
     ) -> Iterator[Any]:
-        hub = self._strategy.hub
+        hub, attributes = self._strategy.hub, self._strategy.attributes
         assert hub is not None
+        assert attributes is not None
         for number, batch in enumerate(islice(batches, count), 1):
             if number == count:  # the loop restores the rest of its state, and goes on
                 self._strategy._phase = ""
-                restore(run, saved)
+                attributes.restore(saved)
                 hub.go_on(run.world.rank)
             yield batch
 
     def gather_states(self, run: Run, local: dict[str, Any]) -> list[dict[str, Any]]:
         if self._states is not None:
             sizes = _sizes(run) if run.world.rank == 0 else {}
-            exhausted, more = self._strategy.is_exhausted, attributes(run)
+            assert self._strategy.attributes is not None
+            exhausted, more = self._strategy.is_exhausted, self._strategy.attributes.copies()
             local = {**local, "files": sizes, "exhausted": exhausted, "attributes": more}
             self._states = self._strategy._exchange(run, Call("snapshot", pickle.dumps(local))).data
             return []
