@@ -272,12 +272,13 @@ class Net(gt.Module):
 """
 
 
+@pytest.mark.end_to_end
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("shares", "code", "message"),
     [
         ("false", 0, "on 2 processes: as on 1, equal in every bit"),
-        pytest.param("true", 1, "Net.calls changes in training", marks=pytest.mark.matrix),
+        pytest.param("true", 1, "Net.calls changes in training"),
     ],
 )
 def test_the_command_trains_and_compares(tmp_path, shares, code, message):
