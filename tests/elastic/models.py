@@ -129,7 +129,7 @@ def fit(
     """Train in a folder; return the trainer and the module."""
     torch.manual_seed(0)
     module = kind(**(net or {}))
-    options.setdefault("max_epochs", 2)
+    options = {"max_epochs": 2, "log_every_n_steps": 2, **options}
     elastic = {"virtual_ranks": virtual_ranks, **options.pop("strategy_options", {})}
     trainer = gt.Trainer(
         accelerator="cpu",
@@ -137,7 +137,6 @@ def fit(
         strategy_options=elastic if strategy == "elastic" else None,
         devices=devices,
         seed=1,
-        log_every_n_steps=2,
         output=folder,
         enable_progress_bar=False,
         callbacks=[Count()],

@@ -9,6 +9,7 @@ import geartrain as gt
 from geartrain.callbacks import AsyncCheckpoint
 from geartrain_elastic import ElasticStrategy
 from geartrain_resilience.preemption import Preemption
+from geartrain_tensorboard import TensorBoard
 
 from .models import Counting, Net, fit, state
 
@@ -60,6 +61,25 @@ def test_killed_ranks_start_again(quiet, tmp_path, capfd, kills):
     )
     assert len(said) == len(kills)
     assert json.loads((folder / "summary.json").read_text())["status"] == "done"
+
+
+@pytest.mark.matrix
+def test_tensorboard_has_each_point_once(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    points = []
+    for name, kills in (
+        ("quiet", []),
+        ("killed", [("on_train_batch_end", 3, 0), ("training_step", 8, 0)]),
+    ):
+        folder = tmp_path / name
+        net = {"flags": str(tmp_path), "kills": kills}
+        fit(folder, 2, net=net, plugins=[TensorBoard()], log_every_n_steps=1)
+        events = accumulator.EventAccumulator(str(folder / "tensorboard")).Reload()
+        tags = events.Tags()["scalars"]
+        points.append({tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in tags})
+        assert not list((folder / "tensorboard").glob("fit-*"))
+    assert points[0] == points[1]
+    assert [step for step, _ in points[0]["loss_step"]] == list(range(1, 11))
 
 
 def test_the_others_take_over_the_ranks(quiet, tmp_path, capfd):

@@ -278,7 +278,7 @@ class Net(gt.Module):
     ("shares", "code", "message"),
     [
         ("false", 0, "on 2 processes: as on 1, equal in every bit"),
-        pytest.param("true", 1, "Net.calls changes in training"),
+        ("true", 1, "Net.calls changes in training"),
     ],
 )
 def test_the_command_trains_and_compares(tmp_path, shares, code, message):

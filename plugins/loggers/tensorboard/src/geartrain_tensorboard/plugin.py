@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from geartrain.callbacks import Media
 
 
+_FILES = "events.out.tfevents.*"
+
+
 class TensorBoard:
     """Write TensorBoard's event files, on rank 0.
 
@@ -87,8 +90,11 @@ class TensorBoard:
             return
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(place(base, run.command)), flush_secs=self.flush_seconds)
-        if run.command == "fit":
+        memory = run.loop.memory_checkpoint  # a rank that has died goes on in its own folder
+        folder = place(base, run.command, memory is not None)
+        step = None if memory is None else memory["step"] + 1
+        self._writer = SummaryWriter(str(folder), purge_step=step, flush_secs=self.flush_seconds)
+        if run.command == "fit" and memory is None:
             text = json.dumps(run.plan.as_dict(), indent=2)
             self._writer.add_text("plan", f"```json\n{text}\n```", run.step)
             self._add(session_start(run.plan.hyperparameters))
@@ -117,6 +123,16 @@ class TensorBoard:
             )
         else:
             self._writer.add_text(name, value if media.kind == "text" else markdown(value), step)
+
+    def appended_files(self) -> list[Path]:
+        """Write all points to disk, and return the files.
+
+        The strategy ``elastic`` cuts them to these sizes if the rank dies and starts again.
+        """
+        if self._writer is None:
+            return []
+        self._writer.flush()
+        return sorted(Path(self._writer.log_dir).glob(_FILES))
 
     @property
     def experiment(self) -> SummaryWriter:
@@ -168,13 +184,14 @@ class TensorBoard:
             writer.close()
 
 
-def place(base: Path, command: str) -> Path:
+def place(base: Path, command: str, goes_on: bool = False) -> Path:
     """Return the folder for a run.
 
     Each fit has its own folder, because TensorBoard shows all files of a folder as one curve. An
-    evaluation uses the folder of the newest fit.
+    evaluation uses the folder of the newest fit, and so does a fit that goes on.
     """
     newest, number = base, 2
     while (following := base / f"fit-{number}").is_dir():
         newest, number = following, number + 1
-    return following if command == "fit" and any(newest.glob("events.out.tfevents.*")) else newest
+    is_new = command == "fit" and not goes_on and any(newest.glob(_FILES))
+    return following if is_new else newest

@@ -368,8 +368,10 @@ def _do_nothing(**_: object) -> None:
 
 
 def _sizes(run: Run) -> dict[Path, int]:
-    """Return the sizes of the files of the run's folder to which lines are appended."""
+    """Return the sizes of the files to which lines are appended."""
     paths = [] if run.output is None else [run.output / name for name in _APPENDED]
+    for part in run.hooks.parts:
+        paths += getattr(part.plugin, "appended_files", list)()
     return {path: path.stat().st_size for path in paths if path.exists()}
 
 
