@@ -6,7 +6,7 @@ import re
 import pytest
 
 import geartrain as gt
-from geartrain.callbacks import AsyncCheckpoint
+from geartrain.callbacks import AsyncCheckpoint, ModelCheckpoint
 from geartrain_elastic import ElasticStrategy
 from geartrain_resilience.preemption import Preemption
 from geartrain_tensorboard import TensorBoard
@@ -38,6 +38,16 @@ def test_ddp_has_the_same_bits(quiet, tmp_path):
 def test_four_ranks_on_any_number_of_processes(tmp_path, devices, workers):
     alone = state(tmp_path / "one", fit(tmp_path / "one", 1, 4)[1])
     assert state(tmp_path / "n", fit(tmp_path / "n", devices, 4, workers=workers)[1]) == alone
+
+
+@pytest.mark.matrix
+def test_a_run_resumes_within_an_epoch_on_another_number_of_processes(tmp_path):
+    whole, part, rest = (tmp_path / name for name in ("whole", "part", "rest"))
+    expected, _ = state(whole, fit(whole, 2, 4, kind=Net)[1])
+    saves = ModelCheckpoint(dirpath=part, filename="{step}", every_n_train_steps=4)
+    fit(part, 4, 4, kind=Net, plugins=[saves])
+    found, _ = state(rest, fit(rest, 1, 4, kind=Net, resume=part / "step=4.ckpt")[1])
+    assert found == expected
 
 
 @pytest.mark.parametrize(
