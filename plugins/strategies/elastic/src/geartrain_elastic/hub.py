@@ -69,10 +69,6 @@ class Result:
         return sum(map(len, self.data)) + sum(flat.nbytes for _, flat in self.means)
 
 
-#: Ranks have not agreed yet.
-UNKNOWN = "unknown"
-
-
 @dataclass(slots=True)
 class Snapshot:
     """The state of all ranks at the end of a step."""
@@ -85,8 +81,6 @@ class Snapshot:
     ranks: list[bytes]
     #: Results of the collectives of the set-up and of the epoch's start.
     prelude: list[Result]
-    #: Whether the losses have weights, as ranks agreed; ``UNKNOWN`` before the first loss.
-    weight: Any
 
     def checkpoint(self) -> dict[str, Any]:
         """Return a checkpoint to load, whose tensors are copies."""
@@ -152,8 +146,6 @@ class Hub:
         self.snapshot: Snapshot | None = None
         #: The error that every rank raises in its next collective.
         self.error: BaseException | None = None
-        #: See :class:`Snapshot`.
-        self.weight: Any = UNKNOWN
         #: When this process began to wait for others in a collective; ``None`` while it does not.
         self.waits_since: float | None = None
         #: The error that closed the connections; ``None`` while there are some.
@@ -249,7 +241,7 @@ class Hub:
                 return
             state = {**state, "fit": {**state["fit"], "ranks": []}}
             prelude = [*self._start, *self._epoch]
-            self.snapshot = Snapshot(number, self._copied(state), ranks, prelude, self.weight)
+            self.snapshot = Snapshot(number, self._copied(state), ranks, prelude)
             self._taken, self._bytes = time.monotonic(), 0
             self._cost = self._taken - began
 
@@ -310,15 +302,13 @@ class Hub:
     def dump(self) -> bytes:
         """Return all that a new process needs to take over ranks."""
         with self._changed:
-            return pickle.dumps(
-                (self.snapshot, self._first, self._log, self._start, self._epoch, self.weight)
-            )
+            return pickle.dumps((self.snapshot, self._first, self._log, self._start, self._epoch))
 
     def load(self, data: bytes) -> None:
         """Take over what :meth:`dump` returned in another process."""
         with self._changed:
             loaded = pickle.loads(data)
-            self.snapshot, self._first, self._log, self._start, self._epoch, self.weight = loaded
+            self.snapshot, self._first, self._log, self._start, self._epoch = loaded
 
     def last_result(self) -> bytes:
         """Return the newest result, for a process that lacks it."""

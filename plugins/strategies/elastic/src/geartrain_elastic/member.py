@@ -267,12 +267,9 @@ class _Member:
         )
         strategy.hub = self._hub
         if snapshot is not None:
-            strategy.weight = snapshot.weight
             run.loop.memory_checkpoint = snapshot.checkpoint()
             run.plan = replace(run.plan, resumes=True)
-            local = run.loop.memory_checkpoint["fit"]["ranks"][rank]
-            strategy.is_exhausted = local["exhausted"]
-            _cut(local["files"])
+            strategy.go_on_from(run.loop.memory_checkpoint["fit"]["ranks"][rank]["elastic"])
 
     def _fail(self, rank: int, error: BaseException) -> None:
         """Report the error of a rank, and end this process if another one may try again."""
@@ -290,13 +287,6 @@ class _Member:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
-
-
-def _cut(sizes: dict[Path, int]) -> None:
-    """Remove what was appended to files later: the rank that starts again writes it again."""
-    for path, size in sizes.items():
-        if path.exists():
-            os.truncate(path, size)
 
 
 gc.freeze()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import pickle
 import threading
 import time
@@ -22,10 +23,13 @@ from geartrain.parallel import SeveralRanks, refuse_unequal, shard
 from geartrain.plugin_api import RankCoordinator
 from geartrain_elastic.attributes import Attributes
 from geartrain_elastic.gradients import Gradients, spread
-from geartrain_elastic.hub import UNKNOWN, Call, Hub, Result
+from geartrain_elastic.hub import Call, Hub, Result
 from geartrain_elastic.seeding import seeded
 from geartrain_elastic.starter import run_in_members
 from geartrain_spawn.pickles import dump
+
+#: Ranks have not agreed yet.
+UNKNOWN = "unknown"
 
 #: Files of the run's folder to which lines are appended.
 _APPENDED = ("metrics.jsonl", "metrics.csv")
@@ -87,12 +91,14 @@ class ElasticStrategy:
         self.timeout, self.threads = timedelta(seconds=timeout), threads
         #: The ranks of this process; set in it.
         self.hub: Hub | None = None
-        #: The result of the first ``total_weight`` of the fit.
+        #: Whether losses have weights: the result of the first ``total_weight`` of the fit.
         self.weight: Any = UNKNOWN
         #: True if ranks have agreed that the training loaders have no more batches in this epoch.
         self.is_exhausted = False
         #: What the rank has beside a checkpoint; set when its fit begins.
         self.attributes: Attributes | None = None
+        #: Of a rank that starts again, what the attributes were.
+        self.saved_attributes: dict[str, dict[str, Any]] = {}
         self._snapshot_is_due = False
         #: The caller of ``on_step_end``.
         self._on_step_end: Callable[..., Any] = _do_nothing
@@ -221,6 +227,27 @@ class ElasticStrategy:
             run.coordinator.snapshot(run)
         return results
 
+    def kept_of(self, run: Run) -> dict[str, Any]:
+        """Return what only this rank knows, beside a checkpoint; see :meth:`go_on_from`."""
+        assert self.attributes is not None
+        return {
+            "weight": self.weight,
+            "exhausted": self.is_exhausted,
+            "attributes": self.attributes.copies(),
+            "files": _sizes(run) if run.world.rank == 0 else {},
+        }
+
+    def go_on_from(self, kept: dict[str, Any]) -> None:
+        """Set what :meth:`kept_of` returned, before the rank starts again.
+
+        What was appended to files later is removed: the rank writes it again.
+        """
+        self.weight, self.is_exhausted = kept["weight"], kept["exhausted"]
+        self.saved_attributes = kept["attributes"]
+        for path, size in kept["files"].items():
+            if path.exists():
+                os.truncate(path, size)
+
     # --- where the run is -------------------------------------------------------------------------
 
     @hookimpl(wrapper=True)
@@ -302,11 +329,10 @@ class _Coordinator(SeveralRanks):
     def total_weight(self, run: Run, weight: Any) -> Any:
         if run.loop.weights is not None:
             return super().total_weight(run, weight)
-        strategy, hub = self._strategy, self._strategy.hub
-        assert hub is not None
+        strategy = self._strategy
         # The first loss of a rank that has started again is not the first of the run.
         if strategy.weight == UNKNOWN:
-            hub.weight = strategy.weight = super().total_weight(run, weight)
+            strategy.weight = super().total_weight(run, weight)
         return strategy.weight
 
     def batches(self, run: Run, batches: Iterable[Any], limit: int | None) -> Iterator[Any]:
@@ -320,7 +346,7 @@ class _Coordinator(SeveralRanks):
         remaining = super().batches(run, iterator, None if limit is None else limit - count)
         if self._strategy.is_exhausted:
             remaining = iter(())
-        skipped = self._skipped(run, iterator, count, resumed.rank.get("attributes", {}))
+        skipped = self._skipped(run, iterator, count)
         return chain(skipped, self._watched(remaining) if agrees else remaining)
 
     def _watched(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -329,25 +355,20 @@ class _Coordinator(SeveralRanks):
         yield from batches
         self._strategy.is_exhausted = True
 
-    def _skipped(
-        self, run: Run, batches: Iterator[Any], count: int, saved: dict[str, dict[str, Any]]
-    ) -> Iterator[Any]:
+    def _skipped(self, run: Run, batches: Iterator[Any], count: int) -> Iterator[Any]:
         hub, attributes = self._strategy.hub, self._strategy.attributes
         assert hub is not None
         assert attributes is not None
         for number, batch in enumerate(islice(batches, count), 1):
             if number == count:  # the loop restores the rest of its state, and goes on
                 self._strategy._phase = ""
-                attributes.restore(saved)
+                attributes.restore(self._strategy.saved_attributes)
                 hub.go_on(run.world.rank)
             yield batch
 
     def gather_states(self, run: Run, local: dict[str, Any]) -> list[dict[str, Any]]:
         if self._states is not None:
-            sizes = _sizes(run) if run.world.rank == 0 else {}
-            assert self._strategy.attributes is not None
-            exhausted, more = self._strategy.is_exhausted, self._strategy.attributes.copies()
-            local = {**local, "files": sizes, "exhausted": exhausted, "attributes": more}
+            local = {**local, "elastic": self._strategy.kept_of(run)}
             self._states = self._strategy._exchange(run, Call("snapshot", pickle.dumps(local))).data
             return []
         data = self._strategy._exchange(run, Call("checkpoint", pickle.dumps(local))).data
