@@ -41,9 +41,12 @@ def run_folder(folder, strategy="elastic"):
 def test_a_run_that_does_not_answer(tmp_path, monkeypatch):
     monkeypatch.setattr(scale, "_PATIENCE", 0.2)
     folder = run_folder(tmp_path / "run")
-    with pytest.raises(gt.TrainingError, match=r"has not answered in 0\.2 s\. Fix: look if it"):
+    with pytest.raises(gt.TrainingError, match=r"has not answered in 0\.2 s\. Fix: the folder"):
         scale.command("scale", [str(folder), "--devices", "3"])
-    assert [path.name for path in folder.iterdir()] == ["plan.json"]
+    (folder / "summary.json").touch()
+    with pytest.raises(gt.TrainingError, match="has ended"):
+        scale.command("scale", [str(folder), "--devices", "3"])
+    assert not (folder / scale.REQUEST).exists()
 
 
 @pytest.mark.parametrize(

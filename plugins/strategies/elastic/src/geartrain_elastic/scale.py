@@ -46,11 +46,12 @@ def command(name: str, argv: list[str]) -> None:
         file.write(f"{given.devices}\n".encode())
     deadline = time.monotonic() + _PATIENCE
     while request.exists():
-        if time.monotonic() > deadline:
+        has_ended = (folder / "summary.json").exists()
+        if has_ended or time.monotonic() > deadline:
             request.unlink(missing_ok=True)
+            problem = "has ended" if has_ended else f"has not answered in {_PATIENCE:g} s"
             raise TrainingError(
-                f"the run in {folder} has not answered in {_PATIENCE:g} s. "
-                "Fix: look if it still trains"
+                f"the run in {folder} {problem}. Fix: the folder of one that trains"
             )
         time.sleep(0.1)
     print(f"scale: the run in {folder} starts {given.devices} processes, which take over")
