@@ -27,6 +27,8 @@ def test_one_process_has_the_bits_of_two(quiet, tmp_path):
     trainer, module = fit(tmp_path, 1)
     assert state(tmp_path, module) == quiet
     assert trainer.world_size == 2
+    notes = trainer.plan.as_dict()["notes"]
+    assert notes == {"system processes": "1 for 2 rank(s); a dead one is replaced"}
 
 
 def test_ddp_has_the_same_bits(quiet, tmp_path):

@@ -105,6 +105,12 @@ class ElasticStrategy:
         #: See ``Call.phase``.
         self._phase = "start"
 
+    def notes(self, plan: Plan) -> dict[str, str]:
+        """Return the lines that the plan shows for this strategy."""
+        then = "is replaced" if self.replace else "is not replaced"
+        ranks, count = plan.processes, len(plan.devices)
+        return {"system processes": f"{count} for {ranks} rank(s); a dead one {then}"}
+
     @hookimpl
     def plan_processes(self, request: PlanRequest) -> Layout:
         return Layout(self.virtual_ranks or len(request.devices), 1)
