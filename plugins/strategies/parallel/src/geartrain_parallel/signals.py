@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
 from geartrain import plugin_api
@@ -15,6 +15,7 @@ from geartrain_parallel.reports import ERROR_FILE, failed_at
 
 #: Signals that end a rank; without a handler each would kill it without tear-down.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_NOTE = "and then this rank was asked to end, by SIGTERM"
 
 
 def raise_on_signals(signals: Sequence[signal.Signals] = SIGNALS) -> AbstractContextManager[None]:
@@ -33,13 +34,21 @@ def _is_ending(number: int) -> bool:
         return False
     if failed_at() is not None:
         return True  # it is in teardown
-    error = sys.exception()
     # Ctrl-C reaches ranks and starter at the same time, and the starter then sends SIGTERM, too.
-    if hasattr(error, "signal_name"):
+    errors = list(_handled())
+    if any(hasattr(error, "signal_name") for error in errors):
         return True
     # The rank has just lost its peers. The signal arrived during a collective, and Python handles
-    # it only now. Another error here would prevent teardown.
-    if error is None or not is_connection(str(error)):
-        return False
-    error.add_note("and then this rank was asked to end, by SIGTERM")
-    return True
+    # it only now; or a loader worker got it, too. Another error here would prevent teardown.
+    lost = next((error for error in errors if is_connection(str(error))), None)
+    if lost is not None and _NOTE not in getattr(lost, "__notes__", ()):
+        lost.add_note(_NOTE)
+    return lost is not None
+
+
+def _handled() -> Iterator[BaseException]:
+    """Yield the error that is being handled, and those during whose handling it came."""
+    error = sys.exception()
+    while error is not None:
+        yield error
+        error = error.__context__
