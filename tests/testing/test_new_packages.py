@@ -53,7 +53,7 @@ def place(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", NAMES)
 def test_its_own_tests_pass(place, kind):
-    """The package's own tests pass with installed wheels; only the test of a limit is skipped."""
+    """The package's own tests pass with installed wheels; only those of capabilities are skipped."""
     options = (
         "-q",
         "-rs",
@@ -79,4 +79,6 @@ def test_its_own_tests_pass(place, kind):
     skipped = re.findall(r"^SKIPPED \[1\] .*?: (.*)", done.stdout, re.M)
     supported = ("unused_parameters", "weighted_loss")
     limits = [f"{name} is supported; test_equals_one_process tests it" for name in supported]
-    assert skipped == (limits if kind == "strategy" else []), done.stdout
+    extras = ["recovers is not declared"]
+    extras.append("ranks_option is None: each device has a fixed number of ranks")
+    assert skipped == ([*extras, *limits] if kind == "strategy" else []), done.stdout

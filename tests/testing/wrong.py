@@ -63,6 +63,15 @@ WRONG = {
     # A correct strategy: nothing may fail.
     "plain": Wrong("plain", {}, SHARED),
     "plain on three": Wrong("plain", {}, "three"),
+    "declares what it has not": Wrong(
+        "plain",
+        {
+            "test_recovers": "the run has not recovered",
+            "test_ranks_on_one_device": "the run failed(.|\n)*unexpected keyword argument 'ranks'",
+        },
+        "recovers|ranks_on_one",
+        capabilities={"recovers": True, "ranks_option": "ranks"},
+    ),
     # Training.
     "sums": Wrong(
         "sums", {**{EQUAL(name): SUMS for name in COMPARED}, EQUAL("clipping"): WEIGHTS}, TRAINING
