@@ -53,7 +53,7 @@ def place(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", NAMES)
 def test_its_own_tests_pass(place, kind):
-    """The package's own tests pass with installed wheels; only those of capabilities are skipped."""
+    """Its own tests pass with installed wheels; only those of capabilities are skipped."""
     options = (
         "-q",
         "-rs",
