@@ -39,10 +39,6 @@ class Prune(Callback):
 
 def objective(trial: optuna.Trial, options: argparse.Namespace) -> float:
     """Train one network; return its accuracy."""
-    model = Digits(
-        hidden=trial.suggest_int("hidden", 8, 128, log=True),
-        lr=trial.suggest_float("lr", 1e-5, 1e-1, log=True),
-    )
     trainer = gt.Trainer(
         accelerator="cpu",
         strategy=options.strategy,
@@ -50,7 +46,11 @@ def objective(trial: optuna.Trial, options: argparse.Namespace) -> float:
         max_epochs=options.epochs,
         callbacks=[Prune(trial, "val_acc")],
         enable_progress_bar=False,
-        seed=1,
+        seed=1,  # also of the module's weights, which are drawn after this
+    )
+    model = Digits(
+        hidden=trial.suggest_int("hidden", 8, 128, log=True),
+        lr=trial.suggest_float("lr", 1e-5, 1e-1, log=True),
     )
     trainer.fit(model, datamodule=DigitsData())
     if trainer.callback_metrics["pruned"]:
