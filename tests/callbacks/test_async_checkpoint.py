@@ -5,6 +5,7 @@ A value of the module holds the writer: its pickle waits for a :class:`Gate`.
 
 import os
 import shutil
+import signal
 import threading
 from collections import OrderedDict
 from pathlib import Path
@@ -13,10 +14,12 @@ import pytest
 import torch
 from small_models import DEADLINE, Net, loader, trainer
 from torch import nn
+from waiting import until_main_is_in
 
 from geartrain import TrainingError, UsageError, hookimpl
 from geartrain.callbacks import EMA, AsyncCheckpoint, ModelCheckpoint
 from geartrain.testing import run_plugin
+from geartrain_callbacks.async_checkpoint import _Writer
 
 
 @pytest.fixture(autouse=True)
@@ -319,6 +322,21 @@ def test_the_file_is_complete_when_a_fit_that_fails_returns(error):
     with pytest.raises(type(error)):
         fit(Gated({2: gate}), AsyncCheckpoint(), every(2), AtStep(3, fail))
     assert load("run/checkpoints/step=2.ckpt")["step"] == 2
+    assert names() == ["step=2.ckpt"]
+
+
+def test_ctrl_c_while_a_save_waits_for_the_file_before_it():
+    gate = Gate()
+
+    def press():
+        until_main_is_in(AsyncCheckpoint.save_checkpoint, _Writer.wait)
+        os.kill(os.getpid(), signal.SIGINT)
+        until_main_is_in(AsyncCheckpoint._on_exception, _Writer.wait)
+        gate.open()
+
+    threading.Thread(target=press, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        fit(Gated({2: gate}), AsyncCheckpoint(), every(2))
     assert names() == ["step=2.ckpt"]
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from small_models import EvalNet, Net, assert_equal, loader, trainer, weights
+from waiting import until_main_is_in
 
 from geartrain import TrainingError, UsageError, hookimpl
 from geartrain.callbacks import AsyncCheckpoint, ModelCheckpoint
@@ -175,28 +176,24 @@ class HeldStore(MemoryFileSystem):
 
 
 class CtrlC:
-    """Presses Ctrl-C once the training thread waits for the thread that uploads."""
+    """Presses Ctrl-C once the training thread waits for the thread that uploads.
+
+    The store takes its file once the training thread waits for that thread again.
+    """
 
     @hookimpl
     def on_checkpoint_saved(self):
         if not self._presses.is_alive():
             self._presses.start()
 
-    @hookimpl
-    def on_exception(self):
-        HeldStore.released.set()
-
     def __init__(self):
         self._presses = threading.Thread(target=self._press, daemon=True)
 
     def _press(self):
-        while True:
-            frame = sys._current_frames()[threading.main_thread().ident]
-            while frame is not None:
-                if frame.f_code is Uploads.wait.__code__:
-                    os.kill(os.getpid(), signal.SIGINT)
-                    return
-                frame = frame.f_back
+        until_main_is_in(Uploads.wait)
+        os.kill(os.getpid(), signal.SIGINT)
+        until_main_is_in(Remote.on_exception, Uploads.start, Uploads.wait)
+        HeldStore.released.set()
 
 
 @pytest.mark.parametrize("epochs", [1, 3])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Generator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -146,19 +147,24 @@ class _Writer:
 
     def __init__(self, path: Path, ready: Callable[[], None], write: Callable[[], None]) -> None:
         self._path, self._ready, self._write = path, ready, write
-        self._error: BaseException | None = None
+        # A thread's ``join`` would not do: after a Ctrl-C in it, Python 3.11 takes the thread for
+        # ended (https://github.com/python/cpython/issues/90882).
+        self._written: Future[None] = Future()
         UNWRITTEN.add(path)
-        self._thread = threading.Thread(target=self._run, name="geartrain async_checkpoint")
-        self._thread.start()
+        threading.Thread(target=self._run, name="geartrain async_checkpoint").start()
 
     def _run(self) -> None:
+        error: BaseException | None = None
         try:
             self._ready()
             self._write()
-        except BaseException as error:
-            self._error = error
-        finally:
-            UNWRITTEN.discard(self._path)
+        except BaseException as caught:
+            error = caught
+        UNWRITTEN.discard(self._path)
+        if error is None:
+            self._written.set_result(None)
+        else:
+            self._written.set_exception(error)
 
     def wait(self) -> None:
         """Return when the file is complete.
@@ -166,8 +172,7 @@ class _Writer:
         Raises:
             TrainingError: it could not be written.
         """
-        self._thread.join()
-        error, self._error = self._error, None
+        error = self._written.exception()
         if isinstance(error, TrainingError):
             raise error
         if error is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 from geartrain_resilience.remote.store import Store, is_hidden
@@ -37,8 +38,9 @@ class Uploads:
 
     def __init__(self, url: str, folder: Path, known: dict[str, object], stored: set[str]) -> None:
         self._url, self._folder, self._known, self._stored = url, folder, known, stored
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        #: The upload that runs. A thread's ``join`` would not do: after a Ctrl-C in it, Python 3.11
+        #: takes the thread for ended (https://github.com/python/cpython/issues/90882).
+        self._running: Future[None] | None = None
         #: True once an error was raised: nothing is uploaded after it.
         self._failed = False
 
@@ -72,21 +74,22 @@ class Uploads:
                 continue
         kept = {name for name in files if name.endswith(SUFFIX)}
         gone = self._stored - kept if "plan.json" in files else set()
-        self._thread = threading.Thread(
+        running: Future[None] = Future()
+        threading.Thread(
             # If a second Ctrl-C ends the program, Python does not wait for the store.
             target=self._upload,
-            args=(changed, gone),
+            args=(changed, gone, running),
             name="geartrain remote",
             daemon=True,
-        )
-        self._thread.start()
+        ).start()
+        self._running = running
         # Not before: after a Ctrl-C above, the next call begins again.
         self._known.update(stamps)
         self._stored = kept | (self._stored - gone)
         for name in gone:
             self._known.pop(name, None)
 
-    def _upload(self, changed: dict[str, Path], gone: set[str]) -> None:
+    def _upload(self, changed: dict[str, Path], gone: set[str], running: Future[None]) -> None:
         try:
             store = Store(self._url)
             for name, copy in changed.items():
@@ -94,8 +97,9 @@ class Uploads:
                 copy.unlink(missing_ok=True)
             for name in sorted(gone):
                 store.delete(name)
+            running.set_result(None)
         except BaseException as error:
-            self._error = error
+            running.set_exception(error)
 
     def wait(self) -> None:
         """Return when all uploads are done.
@@ -103,10 +107,10 @@ class Uploads:
         Raises:
             TrainingError: one failed.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
+        if self._running is None:
+            return
+        error = self._running.exception()
+        self._running = None
         if error is not None:
             self._failed = True
             raise error
@@ -127,7 +131,7 @@ class Uploads:
                 self.start()
             self.wait()
         finally:
-            if self._thread is None:  # after Ctrl-C it still reads these files
+            if self._running is None:  # after Ctrl-C it still reads these files
                 shutil.rmtree(self._folder / STAGED, ignore_errors=True)
 
 
