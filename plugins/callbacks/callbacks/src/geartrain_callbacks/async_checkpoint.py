@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Generator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -149,30 +148,29 @@ class _Writer:
         self._path, self._ready, self._write = path, ready, write
         # A thread's ``join`` would not do: after a Ctrl-C in it, Python 3.11 takes the thread for
         # ended (https://github.com/python/cpython/issues/90882).
-        self._written: Future[None] = Future()
+        self._done = threading.Event()
+        self._error: BaseException | None = None
         UNWRITTEN.add(path)
         threading.Thread(target=self._run, name="geartrain async_checkpoint").start()
 
     def _run(self) -> None:
-        error: BaseException | None = None
         try:
             self._ready()
             self._write()
-        except BaseException as caught:
-            error = caught
-        UNWRITTEN.discard(self._path)
-        if error is None:
-            self._written.set_result(None)
-        else:
-            self._written.set_exception(error)
+        except BaseException as error:
+            self._error = error
+        finally:
+            UNWRITTEN.discard(self._path)
+            self._done.set()
 
     def wait(self) -> None:
         """Return when the file is complete.
 
         Raises:
-            TrainingError: it could not be written.
+            TrainingError: it could not be written; raised once.
         """
-        error = self._written.exception()
+        self._done.wait()
+        error, self._error = self._error, None
         if isinstance(error, TrainingError):
             raise error
         if error is not None:
