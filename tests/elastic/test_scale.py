@@ -41,7 +41,7 @@ def run_folder(folder, strategy="elastic"):
 def test_a_run_that_does_not_answer(tmp_path, monkeypatch):
     monkeypatch.setattr(scale, "_PATIENCE", 0.2)
     folder = run_folder(tmp_path / "run")
-    with pytest.raises(gt.TrainingError, match=r"has not answered in 0\.2 s\. Fix: the folder"):
+    with pytest.raises(gt.TrainingError, match=r"has not answered in 0\.2 s\. Fix: pass the"):
         scale.command("scale", [str(folder), "--devices", "3"])
     (folder / "summary.json").touch()
     with pytest.raises(gt.TrainingError, match="has ended"):

@@ -135,6 +135,7 @@ def test_an_error_that_comes_again_ends_the_run(tmp_path, capfd):
         ({"virtual_ranks": 0}, "virtual_ranks=0 must be a whole number, 1 or more"),
         ({"threads": 1.5}, "threads=1.5 must be a whole number, 1 or more"),
         ({"timeout": 0}, "timeout=0 must be above 0"),
+        ({"replace": "false"}, "replace='false' must be True or False"),
     ],
 )
 def test_options(options, message):

@@ -72,6 +72,18 @@ def test_a_rank_that_handles_another_error_is_interrupted(tmp_path, monkeypatch)
                 ended_by(signal.SIGTERM)
 
 
+def test_a_rank_whose_errors_refer_to_each_other_is_interrupted(tmp_path, monkeypatch):
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
+    first, second = KeyError("first"), KeyError("second")
+    with raise_on_signals():
+        try:
+            raise first
+        except KeyError:
+            first.__context__, second.__context__ = second, first
+            with pytest.raises(Interrupted, match="SIGTERM"):
+                ended_by(signal.SIGTERM)
+
+
 def test_a_rank_that_has_reported_its_error_is_not_interrupted_in_teardown(tmp_path, monkeypatch):
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
     begin()

@@ -63,7 +63,7 @@ WRONG = {
     # A correct strategy: nothing may fail.
     "plain": Wrong("plain", {}, SHARED),
     "plain on three": Wrong("plain", {}, "three"),
-    "declares what it has not": Wrong(
+    "declares capabilities that it lacks": Wrong(
         "plain",
         {
             "test_recovers": "the run has not recovered",

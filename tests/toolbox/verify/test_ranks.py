@@ -108,7 +108,7 @@ def compare(first, second):
 
 @pytest.fixture
 def restored(monkeypatch):
-    """Restores what the modules of this file change for the process."""
+    """Restore class attributes, a global variable and the threads, which these modules change."""
     threads = torch.get_num_threads()
     monkeypatch.setattr(sys.modules[__name__], "calls", 0)
     for cls, name in ((ClassAttribute, "calls"), (Counted, "count"), (Threads, "many")):
@@ -119,7 +119,8 @@ def restored(monkeypatch):
     torch.set_num_threads(threads)
 
 
-# Two runs in the process of the test share what ranks of one process share.
+# Two runs in the test's process share class attributes and global variables, as ranks of one
+# process do.
 @pytest.mark.parametrize(
     ("module", "data", "second", "step", "name", "cause"),
     [

@@ -28,7 +28,7 @@ def seed_everything(seed: int) -> int:
 
 
 def seed_cpu(seed: int) -> None:
-    """Seed them on the CPU alone: ``torch.manual_seed`` takes 0.5 ms, for devices not in use."""
+    """Seed the generators of the CPU only: ``torch.manual_seed`` seeds devices too, in 0.5 ms."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)

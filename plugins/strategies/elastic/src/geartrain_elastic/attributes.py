@@ -1,7 +1,8 @@
-"""What a rank has beside a checkpoint: attributes of its module and of the user's callbacks."""
+"""The attributes of a module and of the user's callbacks, which no checkpoint contains."""
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 import random
 import sys
@@ -21,52 +22,55 @@ _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "geartrain"}
 
 
 class Attributes:
-    """Attributes that are plain data or random generators, and ``requires_grad`` of parameters.
+    """Attributes that are data or random generators, and ``requires_grad`` of parameters.
 
-    Plain data are numbers, strings, tensors, NumPy's arrays, and lists, tuples, sets and dicts of
-    them. Objects are the module, its parts, the user's plugins without a state, and objects of the
-    user's classes in their attributes.
+    Data are numbers, strings, tensors, NumPy's arrays, and lists, tuples, sets and dicts of them.
+    The objects are the module, its submodules, the user's plugins without a state, and objects of
+    the user's classes in their attributes.
 
     Args:
-        run: its fit begins. Tensors that stay as they are now are left out.
+        run: its fit begins. Attributes with tensors or arrays that stay as they are now are left
+            out.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._tensors: list[torch.Tensor] = []  # kept, so that no other one gets the same mark
-        for _, thing in _objects(run):
-            for value in _values(thing).values():
-                map_tensors(value, self._tensors.append)
-        self._marks = set(map(_mark, self._tensors))
+        #: Path and name -> the digest when the fit began, and the tensors and arrays, which are
+        #: kept, so that no other tensor gets the id of one of them.
+        self._initial: dict[tuple[str, str], tuple[bytes, list[Any]]] = {}
+        for path, thing in _objects(run):
+            for name, value in _values(thing).items():
+                if arrays := _arrays(value):
+                    self._initial[path, name] = _digest(value), arrays
 
-    def copies(self) -> dict[str, dict[str, Any]]:
-        """Return copies of the attributes of each object, by its path.
+    def state(self) -> dict[str, dict[str, Any]]:
+        """Return the attributes of each object by its path, to be pickled at once.
 
-        Parameters and buffers are left out, also as parts of lists: a copy would be another tensor.
+        Attributes with parameters, buffers or views of them are left out: a rank that starts again
+        would get other tensors.
         """
         module = self._run.module
-        state = [*module.parameters(), *module.buffers()]
-        known = {each.data_ptr() for each in state if each.layout is torch.strided}
+        tensors = [*module.parameters(), *module.buffers()]
+        storages = {_storage(each) for each in tensors if each.layout is torch.strided}
         found: dict[str, dict[str, Any]] = {}
         for path, thing in _objects(self._run):
-            copied = found.setdefault(path, {})
-            for name, data in _values(thing).items():
-                tensors: list[torch.Tensor] = []
-                map_tensors(data, tensors.append)
-                is_same = bool(tensors) and all(_mark(each) in self._marks for each in tensors)
-                if not is_same and not any(_is_state(each, known) for each in tensors):
-                    copied[name] = map_tensors(data, _copied)
+            saved = found.setdefault(path, {})
+            for name, value in _values(thing).items():
+                if (initial := self._initial.get((path, name))) and initial[0] == _digest(value):
+                    continue
+                if not any(_is_shared(each, storages) for each in _arrays(value)):
+                    saved[name] = map_tensors(value, _compact)
             if isinstance(thing, nn.Module):  # what no checkpoint has
                 for name in thing._non_persistent_buffers_set:
-                    copied[name] = map_tensors(thing._buffers[name], _copied)
+                    saved[name] = map_tensors(thing._buffers[name], _compact)
                 for name, parameter in thing._parameters.items():
-                    copied[name] = None if parameter is None else parameter.requires_grad
+                    saved[name] = None if parameter is None else parameter.requires_grad
         return found
 
     def restore(self, saved: dict[str, dict[str, Any]]) -> None:
-        """Set what :meth:`copies` returned in another process.
+        """Set what :meth:`state` returned in another process.
 
-        Values that are equal stay the same objects, which others may refer to.
+        Generators, and values that are equal, stay the same objects: others may refer to them.
         """
         for path, thing in _objects(self._run):
             present = _values(thing)
@@ -76,14 +80,8 @@ class Attributes:
                     current.requires_grad_(value)
                 elif name in present and pickle.dumps(value) == pickle.dumps(present[name]):
                     continue
-                elif isinstance(current, random.Random):
-                    current.setstate(value)
-                elif isinstance(current, torch.Generator):
-                    current.set_state(value)
-                elif _is_numpy(current, "Generator"):
-                    current.bit_generator.state = value
-                elif _is_numpy(current, "ndarray"):
-                    setattr(thing, name, value.numpy())
+                elif _is_generator(value) and type(current) is type(value):
+                    _set_state(current, value)
                 else:
                     setattr(thing, name, value)
 
@@ -93,7 +91,7 @@ def _objects(run: Run) -> Iterator[tuple[str, Any]]:
     remaining: list[tuple[str, Any]] = list(run.module.named_modules())
     for number, part in enumerate(run.hooks.parts):
         if part.info.kind == "plugin" and part.info.distribution is None and part.state() is None:
-            remaining.append((f"{number}", getattr(part.plugin, "callback", part.plugin)))
+            remaining.append((f"plugin {number}", getattr(part.plugin, "callback", part.plugin)))
     seen = set()
     while remaining:
         path, thing = remaining.pop(0)
@@ -113,38 +111,74 @@ def _is_users(value: Any) -> bool:
 
 
 def _values(thing: Any) -> dict[str, Any]:
-    """Return the attributes that are plain data, and the states of random generators."""
-    found = {name: _data(value) for name, value in vars(thing).items() if name not in _TORCH}
-    return {name: data for name, data in found.items() if not_plain(data) is None}
+    """Return the attributes that are data or random generators."""
+    return {k: value for k, value in vars(thing).items() if k not in _TORCH and _is_data(value)}
 
 
-def _data(value: Any) -> Any:
-    """Return an array as a tensor, the state of a random generator, any other value as it is."""
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    if _is_numpy(value, "Generator"):
-        return value.bit_generator.state
-    if _is_numpy(value, "ndarray") and value.dtype.kind in "biufc":
-        return torch.from_numpy(value.copy())
-    return value
+def _is_data(value: Any) -> bool:
+    if type(value) is dict:
+        value = [*value, *value.values()]
+    if type(value) in (list, tuple, set):
+        return all(map(_is_data, value))
+    return _is_array(value) or _is_generator(value) or not_plain(value) is None
 
 
-def _is_numpy(value: Any, name: str) -> bool:
-    kind = type(value)
-    return kind.__name__ == name and kind.__module__.partition(".")[0] == "numpy"
+def _is_array(value: Any) -> bool:
+    """True for NumPy's arrays and numbers."""
+    kind = getattr(value, "dtype", None) if type(value).__module__ == "numpy" else None
+    return kind is not None and not kind.hasobject
 
 
-def _mark(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return what another tensor, or this one after a change, does not have."""
-    return id(tensor), tensor._version
+def _is_generator(value: Any) -> bool:
+    if type(value).__module__.startswith("numpy.random."):
+        return type(value).__name__ in ("Generator", "RandomState")
+    return type(value) in (random.Random, torch.Generator)
 
 
-def _is_state(tensor: torch.Tensor, known: set[int]) -> bool:
-    """True for a parameter or buffer, and for a tensor that cannot be copied."""
-    return tensor.layout is not torch.strided or (tensor.numel() > 0 and tensor.data_ptr() in known)
+def _set_state(generator: Any, other: Any) -> None:
+    """Give a random generator the state of another one of its type."""
+    if isinstance(generator, random.Random):
+        generator.setstate(other.getstate())
+    elif hasattr(generator, "set_state"):
+        generator.set_state(other.get_state())
+    else:
+        generator.bit_generator.state = other.bit_generator.state
 
 
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
+def _arrays(value: Any) -> list[Any]:
+    """Return the tensors and arrays in data."""
+    if isinstance(value, torch.Tensor) or _is_array(value):
+        return [value]
+    if type(value) is dict:
+        value = value.values()
+    elif type(value) not in (list, tuple, set):
+        return []
+    return [array for item in value for array in _arrays(item)]
+
+
+def _digest(value: Any) -> bytes:
+    """Return 32 bytes that differ if the data differ; of a tensor its id and version count."""
+    return hashlib.sha256(pickle.dumps(map_tensors(value, _mark))).digest()
+
+
+def _mark(tensor: torch.Tensor) -> Any:
+    """Return the id and the version, or an inference tensor, which has no version."""
+    return tensor if tensor.is_inference() else (id(tensor), tensor._version)
+
+
+def _is_shared(array: Any, storages: set[int]) -> bool:
+    """True for a tensor in one of these storages, and for a sparse one, which has none."""
+    if not isinstance(array, torch.Tensor):
+        return False
+    if array.layout is not torch.strided:
+        return True
+    return array.numel() > 0 and _storage(array) in storages
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy, without the rest of its storage."""
     return tensor.detach().clone()

@@ -95,7 +95,8 @@ class _Seat:
 
     #: Collectives done.
     done: int
-    #: What the collectives of a rank that starts again return, before it is where it was.
+    #: The recorded results for the set-up of a rank that starts again; ``None`` otherwise, and
+    #: once it has loaded its state.
     prelude: Iterator[Result] | None
     #: The rank gets the turn, or the run ends.
     turn: threading.Condition

@@ -150,7 +150,7 @@ class _Member:
         self._lock = threading.Lock()
 
     def serve(self) -> None:
-        """Do what the starter says, until it says to stop."""
+        """Handle the starter's messages until it sends `Stop` or the run has failed."""
         generation: Generation | None = None
         while not self._hub.has_failed:
             ends = self._hub.error is not None

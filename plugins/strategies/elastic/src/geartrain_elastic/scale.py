@@ -51,7 +51,7 @@ def command(name: str, argv: list[str]) -> None:
             request.unlink(missing_ok=True)
             problem = "has ended" if has_ended else f"has not answered in {_PATIENCE:g} s"
             raise TrainingError(
-                f"the run in {folder} {problem}. Fix: the folder of one that trains"
+                f"the run in {folder} {problem}. Fix: pass the folder of a run that trains"
             )
         time.sleep(0.1)
     print(f"scale: the run in {folder} starts {given.devices} processes, which take over")

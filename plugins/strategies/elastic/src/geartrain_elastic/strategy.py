@@ -45,19 +45,19 @@ class ElasticStrategy:
     """Strategy ``elastic``: equal bits on any number of processes, which may die.
 
     The training is that of ``virtual_ranks`` ranks, however many processes run them. If a process
-    dies, its ranks go on in another one where they were, while the others wait.
+    dies, another process takes over its ranks from the step in which it died; the others wait.
 
     Args:
         virtual_ranks: the ranks; default: one for each of ``devices``, the number of processes.
         replace: start a process in place of one that has died. Otherwise the others take over its
             ranks.
         min_processes: end the run if fewer are left, without ``replace``.
-        timeout: seconds, or a timedelta, that processes wait for one that does not come to a
-            collective, before they do without it.
+        timeout: seconds, or a timedelta. If processes have waited in a collective for so long, the
+            starter kills the processes that have not called it, as if they had died.
         threads: of each process. Another number gives other bits.
 
     Raises:
-        UsageError: a number is below 1, or ``timeout`` is not above 0.
+        UsageError: a number is below 1, ``timeout`` is not above 0, or ``replace`` is no bool.
     """
 
     capabilities: ClassVar[dict[str, Any]] = {
@@ -87,17 +87,19 @@ class ElasticStrategy:
         for name, number in {**numbers, "threads": threads}.items():
             if number is not None and (not isinstance(number, int) or number < 1):
                 raise UsageError(f"{name}={number!r} must be a whole number, 1 or more.")
+        if not isinstance(replace, bool):
+            raise UsageError(f"replace={replace!r} must be True or False.")
         self.virtual_ranks, self.replace, self.min_processes = virtual_ranks, replace, min_processes
         self.timeout, self.threads = timedelta(seconds=timeout), threads
         #: The ranks of this process; set in it.
         self.hub: Hub | None = None
-        #: Whether losses have weights: the result of the first ``total_weight`` of the fit.
+        #: The result of the fit's first ``total_weight``, which says if losses have weights.
         self.weight: Any = UNKNOWN
         #: True if ranks have agreed that the training loaders have no more batches in this epoch.
         self.is_exhausted = False
-        #: What the rank has beside a checkpoint; set when its fit begins.
+        #: The rank's attributes that no checkpoint contains; set when its fit begins.
         self.attributes: Attributes | None = None
-        #: Of a rank that starts again, what the attributes were.
+        #: Of a rank that starts again, the attributes to restore.
         self.saved_attributes: dict[str, dict[str, Any]] = {}
         self._snapshot_is_due = False
         #: The caller of ``on_step_end``.
@@ -234,12 +236,12 @@ class ElasticStrategy:
         return results
 
     def kept_of(self, run: Run) -> dict[str, Any]:
-        """Return what only this rank knows, beside a checkpoint; see :meth:`go_on_from`."""
+        """Return what only this rank knows and no checkpoint contains, for :meth:`go_on_from`."""
         assert self.attributes is not None
         return {
             "weight": self.weight,
             "exhausted": self.is_exhausted,
-            "attributes": self.attributes.copies(),
+            "attributes": self.attributes.state(),
             "files": _sizes(run) if run.world.rank == 0 else {},
         }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from geartrain import plugin_api
@@ -35,7 +35,7 @@ def _is_ending(number: int) -> bool:
     if failed_at() is not None:
         return True  # it is in teardown
     # Ctrl-C reaches ranks and starter at the same time, and the starter then sends SIGTERM, too.
-    errors = list(_handled())
+    errors = _handled()
     if any(hasattr(error, "signal_name") for error in errors):
         return True
     # The rank has just lost its peers. The signal arrived during a collective, and Python handles
@@ -46,9 +46,11 @@ def _is_ending(number: int) -> bool:
     return lost is not None
 
 
-def _handled() -> Iterator[BaseException]:
-    """Yield the error that is being handled, and those during whose handling it came."""
+def _handled() -> list[BaseException]:
+    """Return the error that is being handled, and those during whose handling it was raised."""
+    errors: list[BaseException] = []
     error = sys.exception()
-    while error is not None:
-        yield error
+    while error is not None and error not in errors:  # a user's code may make a cycle of contexts
+        errors.append(error)
         error = error.__context__
+    return errors

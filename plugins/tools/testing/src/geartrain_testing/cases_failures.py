@@ -55,7 +55,7 @@ def _as_quiet(run: Run, kit: Kit, where: str) -> None:
     """Check that the caller has the weights and metrics of the scenario ``adam``, bit for bit."""
     (found,), (expected,) = run.report.caller, kit.report("adam").caller
     off = differing(found["weights"], expected["weights"], rtol=0.0, atol=0.0)
-    assert not off, f"{where}, the weights are others than in a quiet run; most: {off}"
+    assert not off, f"{where}, the weights differ from those of a quiet run, by at most {off}"
     assert found["metrics"] == expected["metrics"], (
         f"{where}, the metrics are {found['metrics']}, and in a quiet run {expected['metrics']}"
     )

@@ -414,7 +414,6 @@ class LogsOnOneRank(Net):
         return super().training_step(batch, batch_idx)
 
 
-#: The start of the message of the error that a rank raises on purpose; the phase follows.
 class Dies(Net):
     """Kills its process on the last rank in the fourth step, once.
 
@@ -435,6 +434,7 @@ class Dies(Net):
         return super().training_step(batch, batch_idx)
 
 
+#: The start of the message of the error that a rank raises on purpose; the phase follows.
 MEANT = "the conformance kit's own error, raised on purpose in"
 
 
