@@ -1,6 +1,9 @@
 """ModelCheckpoint: it keeps the best files, and deletes one only after the next is complete."""
 
 import os
+import pickle
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -404,6 +407,47 @@ def test_its_state_can_be_loaded_in_another_process(tmp_path):
     assert type(one.best_model_score) is float
     one.state_dict()["best_k_models"].clear()
     assert len(one.best_k_models) == 2
+
+
+class Restarts:
+    """Takes the state of step 10 in memory, fails in step 16, and then begins with that state."""
+
+    state: bytes = b""
+
+    @hookimpl(wrapper=True)
+    def setup_device(self, run):
+        if self.state:
+            run.loop.memory_checkpoint = pickle.loads(self.state)
+            run.plan = replace(run.plan, resumes=True)
+        return (yield)
+
+    @hookimpl
+    def on_step_end(self, run):
+        if run.step == 10:
+            self.state = pickle.dumps(run.checkpoint(run.epoch))
+        if run.step == 16 and run.loop.memory_checkpoint is None:
+            raise KeyError("killed")
+
+
+def test_a_run_that_repeats_steps_has_the_files_of_one_that_does_not(tmp_path):
+    """Later checks have deleted files that the state in memory lists."""
+
+    def train(name, plugins):
+        best = ModelCheckpoint("metric", dirpath=tmp_path / name, filename="{epoch}", save_top_k=2)
+        net = Logging(validate=lambda net, *_: net.log("metric", -float(net.trainer.global_step)))
+        options = {"max_epochs": -1, "max_steps": 17, "val_check_interval": 0.5}
+        fit(net, val=loader(4), plugins=[best, *plugins], **options)
+        return best
+
+    quiet, restarts = train("quiet", []), Restarts()
+    with pytest.raises(KeyError):
+        train("killed", [restarts])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        killed = train("killed", [restarts])
+    assert [Path(name).name for name in quiet.best_k_models] == ["epoch=1-v1.ckpt", "epoch=2.ckpt"]
+    assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "quiet")
+    assert Path(killed.best_model_path).name == Path(quiet.best_model_path).name
 
 
 def test_verbose_prints_each_saved_file(tmp_path, capsys):

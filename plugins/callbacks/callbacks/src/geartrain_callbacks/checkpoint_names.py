@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import count
 from pathlib import Path, PurePosixPath
 
@@ -78,11 +78,12 @@ def fill(pattern: str, values: Mapping[str, float], insert: bool) -> str:
     return _FIELD.sub(one, pattern)
 
 
-def free(folder: Path, name: str, own: str) -> str:
+def free(folder: Path, name: str, own: str, listed: Collection[str] = ()) -> str:
     """Return the file name for ``name``, with ``-v1`` etc. if another file has that name.
 
     Args:
         own: a file that may be replaced.
+        listed: files whose names are taken, also if they do not exist.
 
     Raises:
         TrainingError: a value in the name leads out of the folder.
@@ -95,7 +96,7 @@ def free(folder: Path, name: str, own: str) -> str:
     for version in count():
         file = PurePosixPath(f"{name}{f'-v{version}' if version else ''}{SUFFIX}").as_posix()
         path = folder / file
-        if file == own or not (path.exists() or path in UNWRITTEN):
+        if file == own or not (file in listed or path.exists() or path in UNWRITTEN):
             return file
     raise AssertionError  # count() has no end
 

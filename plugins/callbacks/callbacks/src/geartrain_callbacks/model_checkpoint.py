@@ -296,7 +296,8 @@ class ModelCheckpoint(BestFiles, PluginCallback):
         if run.world.rank == 0:
             remove_abandoned(folder, SUFFIX, below="/" in self.filename)
             if self._continues(run, folder):
-                self._drop_lost(folder)
+                if run.loop.memory_checkpoint is None:
+                    self._drop_lost(folder)  # otherwise a check that is repeated replaced them
                 self._delete_leftovers(run, folder)
             else:
                 self._start_from_scratch(run, folder)
@@ -441,7 +442,7 @@ class ModelCheckpoint(BestFiles, PluginCallback):
                 {**run.loop.reported, "epoch": run.epoch, "step": run.step},
                 self.auto_insert_metric_name,
             )
-            return Decision(free(folder, name, drop), score, drop, last)
+            return Decision(free(folder, name, drop, self._scores), score, drop, last)
         except TrainingError as error:  # raised on all ranks by the caller
             return Decision(error=str(error))
 
