@@ -1,4 +1,4 @@
-"""A step on two ranks: ddp, elastic, bagua and horovod, beside loops written by hand.
+"""A step on two ranks: ddp, fsdp, elastic, bagua and horovod, beside loops written by hand.
 
 The same model, data and optimizer, two processes with one thread each. The programs alternate; the
 median step of each run, and the median ratio of a round. Both programs with Horovod are left out if
@@ -61,6 +61,25 @@ dist.destroy_process_group()
 """
 )
 
+FSDP_BY_HAND = (
+    MODEL
+    + BY_HAND
+    + """
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("gloo")
+mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+for layer in model:
+    if sum(each.numel() for each in layer.parameters()) >= 1_000_000:
+        fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh, reshard_after_forward=False)
+train(model, torch.optim.SGD(model.parameters(), lr=0.01))
+if dist.get_rank() == 0:
+    report()
+dist.destroy_process_group()
+"""
+)
+
 HOROVOD_BY_HAND = (
     MODEL
     + BY_HAND
@@ -113,21 +132,19 @@ def commands(folder: Path) -> dict[str, list[str]]:
     """Return each program by its name in the results."""
     for name, text in (
         ("ddp_by_hand", DDP_BY_HAND),
+        ("fsdp_by_hand", FSDP_BY_HAND),
         ("horovod_by_hand", HOROVOD_BY_HAND),
         ("ours", OURS),
     ):
         (folder / f"{name}.py").write_text(text, encoding="utf-8")
     python, ours = sys.executable, str(folder / "ours.py")
+    torchrun = [python, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     found = {
-        "DDP by hand": [
-            python,
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node",
-            "2",
-            str(folder / "ddp_by_hand.py"),
-        ],
+        "DDP by hand": [*torchrun, str(folder / "ddp_by_hand.py")],
         "ddp": [python, ours, "ddp"],
+        "FSDP by hand": [*torchrun, str(folder / "fsdp_by_hand.py")],
+        "fsdp": [python, ours, "fsdp"],
+        "ddp_sharded": [python, ours, "ddp_sharded"],
         "elastic": [python, ours, "elastic"],
         "bagua": [python, ours, "bagua"],
     }
@@ -173,7 +190,7 @@ def main() -> None:
         ]
     facts: dict[str, object] = {}
     for name in programs:
-        by_hand = "Horovod by hand" if name == "horovod" else "DDP by hand"
+        by_hand = {"horovod": "Horovod by hand", "fsdp": "FSDP by hand"}.get(name, "DDP by hand")
         ratios = [one[name] / one[by_hand] for one in rounds]
         facts[name] = {
             "us": round(statistics.median(one[name] for one in rounds), 1),

@@ -108,8 +108,10 @@ def test_hook_is_in_the_picture_or_called_on_demand(hook):
         "broadcast",
         "device_stats",
         "find_checkpoint",
+        "load_model_state",
         "log_media",
         "make_coordinator",
+        "model_state",
     )
 
 

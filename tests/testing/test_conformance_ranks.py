@@ -1,4 +1,4 @@
-"""Conformance of ``ddp`` and ``bagua``, which share the programs for equally many ranks.
+"""Conformance of ``ddp``, ``fsdp`` and ``bagua``, which share programs for equally many ranks.
 
 bagua's gradient_allreduce is exact, other algorithms have bounds. Only gradient_allreduce has cases
 of failures here; tests/bagua/test_faults.py has them for each algorithm.
@@ -72,6 +72,41 @@ class TestDDPOnThree(StrategyConformance):
     strategy = "ddp"
     devices = 3
     chosen = r"sgd|coverage|metrics|means|gather|broadcast|barrier|samples|uneven|training_step"
+
+
+#: Each layer of the kit's nets is a unit.
+UNITS: Mapping[str, object] = {"unit_parameters": 4}
+
+
+class TestFSDP(StrategyConformance):
+    strategy = "fsdp"
+    program = "2 ranks"
+    options = UNITS
+    # ddp has the same launcher and collectives.
+    matrix = r"^(?!.*(equals_one_process|identical|no_sync|resume|steps|unfr|types|weights))"
+
+
+class TestFSDPThatFindsUnusedParameters(StrategyConformance):
+    strategy = "fsdp"
+    program = "2 ranks"
+    options: ClassVar[dict[str, object]] = {"find_unused_parameters": True}
+    chosen = r"unused"
+
+
+class TestDDPSharded(StrategyConformance):
+    strategy = "ddp_sharded"
+    program = "2 ranks"
+    chosen = r"equals_one_process|identical|no_sync|unused|resume|steps|unfr|types"
+    matrix = r"^(?!.*(\[adam|\[accumulation|unfr))"
+
+
+@pytest.mark.matrix
+class TestFSDPWithCopiesOnFour(StrategyConformance):
+    strategy = "fsdp"
+    devices = 4
+    program = "4 ranks"
+    options: ClassVar[dict[str, object]] = {**UNITS, "shard_size": 2}
+    chosen = r"equals_one_process|identical|no_sync|resume|steps|unfr|types|weights"
 
 
 TestGradientAllReduce = conforms("gradient_allreduce")

@@ -323,6 +323,25 @@ def barrier(run: Run) -> None:
 
 
 @single
+def model_state(run: Run) -> dict[str, Any]:
+    """Return the module's state, as one process has it; an optimizer returns its own.
+
+    Fired: in every rank for each checkpoint.
+    Returns: whole tensors by name on rank 0; any other rank may return others.
+    Default: ``run.module.state_dict()``.
+    """
+
+
+@single
+def load_model_state(run: Run, state: dict[str, Any]) -> None:
+    """Load what ``model_state`` returned on rank 0; a wrapper may change ``state``.
+
+    Fired: in every rank when a checkpoint is loaded.
+    Default: ``run.module.load_state_dict(state)``.
+    """
+
+
+@single
 def save_checkpoint(run: Run, state: dict[str, Any], path: Path) -> None:
     """Write a checkpoint. The file must be complete or not exist.
 

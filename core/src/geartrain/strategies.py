@@ -9,9 +9,11 @@ from geartrain.planning.lazy_exports import names, resolve
 _HOMES = {
     "BaguaStrategy": "bagua",
     "DDP2Strategy": "ddp2",
+    "DDPShardedStrategy": "ddp_sharded",
     "DDPSpawnStrategy": "ddp_spawn",
     "DDPStrategy": "ddp",
     "DataParallelStrategy": "dp",
+    "FSDPStrategy": "fsdp",
     "HorovodStrategy": "horovod",
     "QAdamOptimizer": "bagua",
 }

@@ -1,12 +1,10 @@
 """The owner of a hook, its wrappers, and the order of an all-hook's implementations."""
 
-import inspect
-import re
 from types import ModuleType
 
 import pytest
 
-from geartrain import TrainingError, UsageError, hookimpl, hookspec, hookspecs
+from geartrain import TrainingError, UsageError, hookimpl, hookspec
 from geartrain.hooks.manager import Hooks
 from geartrain.plan import PlanRequest
 
@@ -333,9 +331,3 @@ def test_all_hooks_call_the_last_registered_first_and_drop_none():
         "core",
     ]
     assert not hooks.is_single("device_stats")
-
-
-def test_type_checkers_know_every_hook():
-    source = inspect.getsource(Hooks)
-    names = [name for name, value in vars(hookspecs).items() if hasattr(value, "geartrain_spec")]
-    assert [name for name in names if not re.search(rf"^        {name}( =|:) ", source, re.M)] == []

@@ -127,6 +127,14 @@ class Defaults:
         pass
 
     @hookimpl
+    def model_state(self, run: Run) -> dict[str, Any]:
+        return run.module.state_dict()
+
+    @hookimpl
+    def load_model_state(self, run: Run, state: dict[str, Any]) -> None:
+        run.module.load_state_dict(state)
+
+    @hookimpl
     def save_checkpoint(self, run: Run, state: dict[str, Any], path: Path) -> None:
         if run.world.rank == 0:
             checkpoint_file.write(state, path)

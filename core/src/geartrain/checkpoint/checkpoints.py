@@ -38,7 +38,7 @@ def checkpoint_state(run: Run, epochs: int) -> dict[str, Any]:
     # Before the weights: a strategy whose thread changes them pauses it when it returns its state.
     if run.command == "fit" and run.mode != "session":
         state["fit"] = training_state(run, epochs)
-    state["model"] = run.module.state_dict()
+    state["model"] = run.hooks.model_state(run=run)
     if hyperparameters := import_optional("geartrain_callbacks.hyperparameters"):
         state |= hyperparameters.description(run.module)
     if overridden(run.module, "on_save_checkpoint"):
@@ -119,7 +119,7 @@ def load(run: Run, start: InitialCheckpoint) -> None:
     if start.resumes and isinstance(trained, dict) and trained.keys() == weights.keys():
         weights = trained  # the others are an average: geartrain-callbacks' ema
     try:
-        run.module.load_state_dict(weights)
+        run.hooks.load_model_state(run=run, state=weights)
     except (RuntimeError, TypeError) as error:
         raise TrainingError(f"{path} does not fit {type(run.module).__name__}: {error}") from error
     if start.resumes:

@@ -27,7 +27,7 @@ from geartrain.hooks.results import require_result, unchecked
 from geartrain.hooks.spelling import OF_PLUGINS
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    pass
 
 _PROJECT = "geartrain"
 #: The kinds that may own a single hook, in order of precedence. A plugin needs ``replaces``.
@@ -103,64 +103,19 @@ class Hooks:
 
         self.add(Events(methods), info)
 
-    if TYPE_CHECKING:  # for editors and type checkers
-        plan_processes = staticmethod(hookspecs.plan_processes)
-        check_plan = staticmethod(hookspecs.check_plan)
-        launch = staticmethod(hookspecs.launch)
-        setup_device = staticmethod(hookspecs.setup_device)
-        setup_process_group = staticmethod(hookspecs.setup_process_group)
-        make_coordinator = staticmethod(hookspecs.make_coordinator)
+    if TYPE_CHECKING:  # of the hooks that other plugins call
         shard_dataloader = staticmethod(hookspecs.shard_dataloader)
         wrap_model = staticmethod(hookspecs.wrap_model)
         wrap_optimizer = staticmethod(hookspecs.wrap_optimizer)
-        load_checkpoint = staticmethod(hookspecs.load_checkpoint)
-        device_batches = staticmethod(hookspecs.device_batches)
-        step = staticmethod(hookspecs.step)
-        micro_step = staticmethod(hookspecs.micro_step)
-        forward = staticmethod(hookspecs.forward)
-        backward = staticmethod(hookspecs.backward)
-        reduce_gradients = staticmethod(hookspecs.reduce_gradients)
         clip_gradients = staticmethod(hookspecs.clip_gradients)
         optimizer_step = staticmethod(hookspecs.optimizer_step)
         log_sync = staticmethod(hookspecs.log_sync)
         all_gather = staticmethod(hookspecs.all_gather)
         broadcast = staticmethod(hookspecs.broadcast)
         barrier = staticmethod(hookspecs.barrier)
-        save_checkpoint = staticmethod(hookspecs.save_checkpoint)
-        find_checkpoint: Callable[..., list[Sequence[Path]]]
-        device_stats: Callable[..., list[dict[str, float]]]
-        log_metrics = staticmethod(hookspecs.log_metrics)
-        log_media = staticmethod(hookspecs.log_media)
-        on_run_start = staticmethod(hookspecs.on_run_start)
-        on_fit_start = staticmethod(hookspecs.on_fit_start)
-        on_sanity_check_start = staticmethod(hookspecs.on_sanity_check_start)
-        on_sanity_check_end = staticmethod(hookspecs.on_sanity_check_end)
-        on_train_start = staticmethod(hookspecs.on_train_start)
-        on_epoch_start = staticmethod(hookspecs.on_epoch_start)
-        on_before_zero_grad = staticmethod(hookspecs.on_before_zero_grad)
-        on_train_batch_start: Callable[..., list[int]]
-        on_before_backward = staticmethod(hookspecs.on_before_backward)
-        on_after_backward = staticmethod(hookspecs.on_after_backward)
-        on_before_optimizer_step = staticmethod(hookspecs.on_before_optimizer_step)
-        on_train_batch_end = staticmethod(hookspecs.on_train_batch_end)
-        on_step_end = staticmethod(hookspecs.on_step_end)
-        on_validation_start = staticmethod(hookspecs.on_validation_start)
-        on_validation_epoch_start = staticmethod(hookspecs.on_validation_epoch_start)
-        on_validation_batch_start = staticmethod(hookspecs.on_validation_batch_start)
-        on_validation_batch_end = staticmethod(hookspecs.on_validation_batch_end)
-        on_validation_epoch_end = staticmethod(hookspecs.on_validation_epoch_end)
-        on_validation_end = staticmethod(hookspecs.on_validation_end)
-        on_train_epoch_end = staticmethod(hookspecs.on_train_epoch_end)
-        on_epoch_end = staticmethod(hookspecs.on_epoch_end)
-        on_train_end = staticmethod(hookspecs.on_train_end)
-        on_fit_end = staticmethod(hookspecs.on_fit_end)
-        on_checkpoint_saved = staticmethod(hookspecs.on_checkpoint_saved)
-        on_exception = staticmethod(hookspecs.on_exception)
-        on_run_end = staticmethod(hookspecs.on_run_end)
-        teardown_process_group = staticmethod(hookspecs.teardown_process_group)
-        teardown_device = staticmethod(hookspecs.teardown_device)
+        model_state = staticmethod(hookspecs.model_state)
 
-        def __getattr__(self, name: str) -> Any: ...  # a hook of a plugin's own hookspecs
+        def __getattr__(self, name: str) -> Any: ...
 
     @staticmethod
     def has_hookimpls(thing: Any) -> bool:

@@ -11,6 +11,7 @@ import torch
 from geartrain import Run, UsageError, hookimpl
 from geartrain_callbacks.callback import PluginCallback
 from geartrain_callbacks.saving import drop_fit
+from geartrain_callbacks.shards import local, part_of, whole_of
 from geartrain_callbacks.stopping import say
 
 
@@ -69,6 +70,8 @@ class EMA(PluginCallback):
         self.updates = 0
         self._loaded: dict[str, torch.Tensor] | None = None
         self._names: list[str] = []
+        #: The module's tensors, and of each this rank's part: all of it, unless ranks have shards.
+        self._tensors: list[torch.Tensor] = []
         self._weights: list[torch.Tensor] = []
         self._average: list[torch.Tensor] = []
         self._trained: list[torch.Tensor] | None = None
@@ -83,7 +86,8 @@ class EMA(PluginCallback):
         tensors: list[tuple[str, torch.Tensor]] = [*run.module.named_parameters()]
         tensors += run.module.named_buffers() if self._use_buffers else ()
         kept = {name: t.detach() for name, t in tensors if t.is_floating_point()}
-        self._names, self._weights, self._trained = list(kept), list(kept.values()), None
+        self._names, self._tensors, self._trained = list(kept), list(kept.values()), None
+        self._weights = list(map(local, self._tensors))
         self._average = [
             t.to(
                 self._device or t.device, torch.float32 if t.element_size() < 4 else None, copy=True
@@ -150,7 +154,8 @@ class EMA(PluginCallback):
     def state_dict(self) -> dict[str, Any]:
         average = self._loaded
         if average is None:
-            average = dict(zip(self._names, self._average, strict=True))
+            wholes = map(whole_of, self._average, self._tensors)
+            average = dict(zip(self._names, wholes, strict=True))
         return {
             "updates": self.updates,
             "average": {name: tensor.clone() for name, tensor in average.items()},
@@ -180,7 +185,7 @@ class EMA(PluginCallback):
             torch._foreach_copy_(self._weights, weights)
             found = {
                 name: t.clone() if isinstance(t, torch.Tensor) else t
-                for name, t in run.module.state_dict().items()
+                for name, t in run.hooks.model_state(run=run).items()
             }
             states.append({name: found.get(name, value) for name, value in wanted.items()})
         torch._foreach_copy_(self._weights, current)
@@ -194,10 +199,8 @@ class EMA(PluginCallback):
 
     @torch.no_grad()
     def _restore(self, state: dict[str, torch.Tensor]) -> None:
-        shapes = {
-            name: list(tensor.shape)
-            for name, tensor in zip(self._names, self._average, strict=True)
-        }
+        tensors = dict(zip(self._names, self._tensors, strict=True))
+        shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
         differences = sorted(set(shapes) ^ set(state)) or [
             n for n in shapes if shapes[n] != list(state[n].shape)
         ]
@@ -207,4 +210,4 @@ class EMA(PluginCallback):
                 f"{differences[0]} differs. Fix: pass the module that it averaged"
             )
         for name, average in zip(self._names, self._average, strict=True):
-            average.copy_(state[name])
+            average.copy_(part_of(state[name], tensors[name]))

@@ -10,6 +10,7 @@ import torch
 
 from geartrain import Run, UsageError, hookimpl
 from geartrain_callbacks.callback import PluginCallback
+from geartrain_callbacks.shards import is_sharded, local, norms_of_wholes
 
 
 class Norms(PluginCallback):
@@ -78,10 +79,18 @@ class Norms(PluginCallback):
 
 
 def norms_of(tensors: Sequence[torch.Tensor], order: float = 2.0) -> torch.Tensor:
-    """Return each tensor's norm: float32 ``[len(tensors)]`` on the first tensor's device."""
+    """Return each tensor's norm: float32 ``[len(tensors)]`` on the first tensor's device.
+
+    Of shards it is the norm of the whole tensor: every rank calls it.
+    """
     dense = [t.coalesce().values() if t.is_sparse else t for t in tensors]
-    found = torch._foreach_norm(dense, order)
-    return torch.stack([norm.to(found[0].device, torch.float32) for norm in found])
+    parts = [(i, local(tensor)) for i, tensor in enumerate(dense)]
+    filled = [(i, part) for i, part in parts if part.numel() or not is_sharded(dense[i])]
+    found = torch._foreach_norm([part for _, part in filled], order)
+    device = parts[0][1].device
+    norms = torch.zeros(len(dense), device=device)  # 0: this rank has no part of it
+    norms[[i for i, _ in filled]] = torch.stack([n.to(device, torch.float32) for n in found])
+    return norms_of_wholes(norms, dense, order)
 
 
 def grad_norm(

@@ -75,6 +75,8 @@ TARGETS = {
     ("strategies", "DDPSpawnStrategy"): "geartrain.strategies:DDPSpawnStrategy",
     ("strategies", "DDP2Strategy"): "geartrain.strategies:DDP2Strategy",
     ("strategies", "DataParallelStrategy"): "geartrain.strategies:DataParallelStrategy",
+    ("strategies", "FSDPStrategy"): "geartrain.strategies:FSDPStrategy",
+    ("strategies", "DDPShardedStrategy"): "geartrain.strategies:DDPShardedStrategy",
     ("strategies", "HorovodStrategy"): "geartrain.strategies:HorovodStrategy",
     ("strategies", "BaguaStrategy"): "geartrain.strategies:BaguaStrategy",
     ("bagua", "QAdamOptimizer"): "geartrain.strategies:QAdamOptimizer",
@@ -350,7 +352,7 @@ NOT_CALLED_OF_DATA = {
 NOT_SHIPPED = {
     "accelerator": ("tpu", "hpu", "ipu", "xla"),
     "strategy": (
-        *("ddp_sharded", "ddp_sharded_spawn", "ddp_fully_sharded", "deepspeed", "fsdp", "tpu"),
+        *("ddp_sharded_spawn", "ddp_fully_sharded", "deepspeed", "tpu"),
         *("tpu_spawn", "xla", "colossalai"),
     ),
 }

@@ -7,7 +7,7 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -203,7 +203,16 @@ class Apart(Net):
         self.notes["start"] = self._state()
 
     def _state(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.detach().cpu().clone() for name, tensor in self.state_dict().items()}
+        return copied(self.state_dict())
+
+
+def copied(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return copies of tensors on the CPU.
+
+    Sharded ones (DTensors) are gathered: then every rank must call this.
+    """
+    whole = {name: getattr(each, "full_tensor", lambda e=each: e)() for name, each in state.items()}
+    return {name: tensor.detach().cpu().clone() for name, tensor in whole.items()}
 
 
 #: Steps of ``EveryStep`` before its last, in which the last rank's loss is NaN.
@@ -253,10 +262,7 @@ class EveryStep(Net):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == STEPS:
-            self.notes["trained"] = {
-                name: parameter.detach().cpu().clone()
-                for name, parameter in self.named_parameters()
-            }
+            self.notes["trained"] = copied(dict(self.named_parameters()))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         rank = self.trainer.global_rank
@@ -317,9 +323,8 @@ class Gradients(Net):
 
     def on_after_backward(self) -> None:
         if "gradients" not in self.notes:
-            self.notes["gradients"] = [
-                p.grad.clone() for p in self.parameters() if p.grad is not None
-            ]
+            gradients = {n: p.grad for n, p in self.named_parameters() if p.grad is not None}
+            self.notes["gradients"] = list(copied(gradients).values())
 
 
 class Parts(Net):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from geartrain import Run, hookimpl
 from geartrain_testing.launching import HAS_PROC, TOKEN, listening, processes
-from geartrain_testing.nets import LARGE, notes_of
+from geartrain_testing.nets import LARGE, copied, notes_of
 
 #: Seconds by which a rank is late to a barrier, so that others may wrongly pass before it.
 LATE = 0.4
@@ -75,10 +75,7 @@ class Recorder:
             "step": run.step,
             "epoch": run.epoch,
             "metrics": dict(run.metrics),
-            "weights": {
-                name: tensor.detach().cpu().clone()
-                for name, tensor in run.module.state_dict().items()
-            },
+            "weights": copied(run.module.state_dict()),
             "notes": notes_of(run),
             "seen": self.seen,
             "curve": self.curve,

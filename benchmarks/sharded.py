@@ -1,0 +1,126 @@
+"""Memory of each rank for a model of 100 million parameters with Adam: ddp, fsdp, ddp_sharded.
+
+Each rank prints the peak of its resident memory above that before the model was made, and after
+the fit again, when rank 0 has gathered the weights. The formulas are 16 bytes for each parameter
+under ddp (parameters, gradients, two states of Adam); under fsdp a part of that and the largest
+layer; under ddp_sharded 4 bytes and a part of 16.
+
+    python benchmarks/sharded.py [--devices 2,4] [--layers 24] [--width 2048]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+PROGRAM = """
+import os, sys, torch
+from torch import nn
+import geartrain as gt
+import torch.distributed.fsdp
+
+def resident(name):
+    with open("/proc/self/status") as status:
+        (line,) = [line for line in status if line.startswith(name)]
+    return int(line.split()[1]) / 1024
+
+class Net(gt.Module):
+    def __init__(self, layers, width):
+        super().__init__()
+        self.net = nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
+        self.width = width
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+    def train_dataloader(self):
+        return [torch.randn(8, self.width) for _ in range(4)]
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-5)
+
+class Memory:
+    @gt.hookimpl
+    def on_train_end(self, run):
+        peak = torch.tensor([resident("VmHWM") - before], dtype=torch.float64)
+        table = run.hooks.log_sync(run=run, values=peak)
+        if run.world.rank == 0:  # the output of others is in files
+            print("PEAKS", *[round(mib) for mib in table[:, 0].tolist()], flush=True)
+
+strategy, devices, layers, width, meta = sys.argv[1], *map(int, sys.argv[2:])
+before = resident("VmRSS")
+if __name__ == "__main__":
+    with torch.device("meta" if meta else "cpu"):
+        module = Net(layers, width)
+    options = {"enable_progress_bar": False, "use_distributed_sampler": False}
+    trainer = gt.Trainer(accelerator="cpu", strategy=strategy, devices=devices, max_epochs=1,
+                         plugins=[Memory()], **options)
+    trainer.fit(module)
+    if trainer.global_rank == 0:
+        print(f"AFTER {resident('VmHWM') - before:.0f}", flush=True)
+"""
+
+
+def peaks(
+    file: Path, strategy: str, devices: int, options: argparse.Namespace
+) -> dict[str, object]:
+    """Return MiB of each rank at the end of training, and the most after the fit."""
+    # Each tensor has its own pages, which are returned when it is freed.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    meta = str(int(options.meta and strategy != "ddp"))
+    command = [sys.executable, str(file), strategy, str(devices), str(options.layers)]
+    done = subprocess.run(
+        [*command, str(options.width), meta],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    found = re.search(r"PEAKS ([\d ]+)\nAFTER (\d+)", done.stdout)
+    if found is None:
+        raise SystemExit(f"{strategy} on {devices}:\n{done.stdout}\n{done.stderr}")
+    ranks = list(map(int, found[1].split()))
+    layer = options.width * (options.width + 1) * 4 / 2**20
+    whole = layer * options.layers
+    formula = {
+        "ddp": 4 * whole,
+        "fsdp": 4 * whole / devices + layer,
+        "ddp_sharded": whole + 4 * whole / devices,
+    }[strategy]
+    return {
+        "MiB by rank": ranks,
+        "formula": round(formula),
+        "ratio": round(max(ranks) / formula, 3),
+        "rank 0 after the fit": int(found[2]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--devices", default="2,4")
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--meta", action="store_true", help="make the module on the meta device")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "program.py")
+        file.write_text(PROGRAM, encoding="utf-8")
+        facts = {
+            f"{strategy} {devices}": peaks(file, strategy, devices, options)
+            for devices in map(int, options.devices.split(","))
+            for strategy in ("ddp", "fsdp", "ddp_sharded")
+        }
+    json.dump({**facts, **vars(options), "torch": torch.__version__}, sys.stdout, indent=2)
+    print()
+
+
+if __name__ == "__main__":
+    main()

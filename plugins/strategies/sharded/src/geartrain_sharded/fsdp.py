@@ -1,0 +1,241 @@
+"""The strategies fsdp and ddp_sharded: each rank has a part of the training's tensors.
+
+FullyShardedDataParallel: Zhao et al. 2023, https://arxiv.org/abs/2304.11277; ZeRO: Rajbhandari et
+al. 2019, https://arxiv.org/abs/1910.02054
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from geartrain import Module, Plan, Run, UsageError, hookimpl
+from geartrain.plugin_api import map_tensors
+from geartrain_ddp import DDPStrategy
+from geartrain_sharded.materialize import Materializer
+from geartrain_sharded.plain import PlainModules
+from geartrain_sharded.tensors import shard_model_state, sharded_optimizer_state, whole
+from geartrain_sharded.units import check_classes, units
+from geartrain_sharded.usage import Usage
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class FSDPStrategy(DDPStrategy):
+    """Strategy ``fsdp``: as ``ddp``, with parameters, gradients and optimizer states in parts.
+
+    Each rank keeps 1/N of them. Before a unit of the module runs, forward and backward, the ranks
+    gather its parameters, and drop them after. torch's ``fully_shard`` does it. Gradients are
+    reduced in each backward, also with accumulation: whole gradients would not fit.
+
+    Checkpoints are those of one process: rank 0 gathers them, and any strategy reads them. After a
+    run, rank 0's module has the whole weights, on the CPU. A module on the meta device gets its
+    weights unit by unit, from ``reset_parameters()`` of its submodules.
+
+    Args:
+        units: class names of the parts of the module that are gathered one at a time, such as
+            ``["Block"]``; default: each part with at least ``unit_parameters``.
+        unit_parameters: the least number of parameters of a unit, if ``units`` is not given.
+        reshard_after_forward: drop a unit's gathered parameters after its forward. ``False``
+            gathers once a step, and takes the memory of whole parameters.
+        shard_size: ranks that share one copy of the tensors; other groups of so many ranks have
+            copies (HSDP). Default: all ranks.
+        param_dtype: compute, and send parameters, in ``"bfloat16"`` or ``"float16"``; the shards
+            stay in their own dtype.
+        offload: keep shards and optimizer states in the CPU's memory, on a GPU.
+        find_unused_parameters: as for ddp. The units must run on each rank.
+        process_group_backend: as for ddp.
+        timeout: as for ddp.
+
+    Raises:
+        UsageError: an option has a value that cannot be used.
+    """
+
+    hookspecs: Any = None  # no reduce_bucket: only DDP's buckets call it
+
+    def __init__(
+        self,
+        units: Sequence[str] | str = (),
+        unit_parameters: int = 1_000_000,
+        reshard_after_forward: bool = True,
+        shard_size: int | None = None,
+        param_dtype: str | None = None,
+        offload: bool = False,
+        find_unused_parameters: bool = False,
+        process_group_backend: str | None = None,
+        timeout: float | timedelta = 1800.0,
+    ) -> None:
+        super().__init__(process_group_backend, timeout)
+        for name, number in (("unit_parameters", unit_parameters), ("shard_size", shard_size)):
+            if number is not None and number < 1:
+                raise UsageError(f"{name}={number!r} must be above 0.")
+        if param_dtype is not None and param_dtype not in _DTYPES:
+            raise UsageError(f"param_dtype={param_dtype!r} must be {' or '.join(_DTYPES)}.")
+        self.units = [units] if isinstance(units, str) else list(units)
+        self.unit_parameters, self.shard_size = unit_parameters, shard_size
+        self.reshard_after_forward, self.param_dtype = reshard_after_forward, param_dtype
+        self.offload, self.find_unused_parameters = offload, find_unused_parameters
+        #: Read by the conformance kit.
+        self.capabilities = {"no_sync": False, "unused_parameters": find_unused_parameters}
+        self._plain: PlainModules | None = None
+        self._usage: Usage | None = None
+        self._units: list[nn.Module] = []
+        self._replicated: list[nn.Parameter] = []
+
+    # --- hooks ------------------------------------------------------------------------------------
+
+    @hookimpl  # hooks are called by argument name, so the override may add one
+    def check_plan(self, plan: Plan, module: Module | type[Module]) -> None:  # type: ignore[override]
+        super().check_plan(plan)
+        label, processes = plan.strategy.label, plan.processes or 1
+        if self.offload and plan.accelerator.name != "cuda":
+            raise UsageError(f"{label}: offload needs a GPU. Fix: leave it out")
+        if self.shard_size is not None and processes % self.shard_size:
+            message = f"{label}: {processes} ranks are no multiple of shard_size={self.shard_size}"
+            raise UsageError(f"{message}. Fix: use a shard_size that divides them")
+        if isinstance(module, Module):
+            check_classes(module, self.units, label)
+
+    @hookimpl
+    def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
+        if run.mode == "session":
+            message = f"{run.plan.strategy.label}: a Session saves state_dict(), which has shards"
+            raise UsageError(f"{message}. Fix: use Trainer.fit, or --strategy ddp")
+        return super().launch(run, worker)
+
+    @hookimpl
+    def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
+        # A unit has one dtype. Parameters of another one are few, such as scales, and stay whole.
+        dtypes = Counter(each.dtype for each in model.parameters())
+        usual = max(dtypes, key=lambda dtype: dtypes[dtype], default=None)
+        replicated = {name for name, each in model.named_parameters() if each.dtype != usual}
+        dtype = None if self.param_dtype is None else _DTYPES[self.param_dtype]
+        mesh, self._plain = self._mesh(run), PlainModules(model)
+        found = units(run.module, self.units, self.unit_parameters)
+        materializer = Materializer(run)
+        for unit in [*found, model]:
+            materializer.fill(unit)  # one after the other: the whole model may not fit
+            ignored = {each for name, each in model.named_parameters() if name in replicated}
+            fully_shard(
+                unit,
+                mesh=mesh,
+                # The rest is needed from the first forward to the last backward.
+                reshard_after_forward=self.reshard_after_forward and unit is not model,
+                mp_policy=MixedPrecisionPolicy(param_dtype=dtype),
+                offload_policy=CPUOffloadPolicy() if self.offload else OffloadPolicy(),
+                ignored_params=ignored,
+            )
+        self._replicated = [p for name, p in model.named_parameters() if name in replicated]
+        if hasattr(model, "set_reduce_scatter_unused_params"):  # torch 2.13
+            # Otherwise ranks that use different parameters of a unit would send different bytes.
+            model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
+        self._usage, self._units = Usage(model, found), [*found, model]
+        return model
+
+    def _mesh(self, run: Run) -> DeviceMesh:
+        size = self.shard_size or run.world.size
+        if size == run.world.size:
+            return init_device_mesh(run.device.type, (size,))
+        shape, names = (run.world.size // size, size), ("replicate", "shard")
+        return init_device_mesh(run.device.type, shape, mesh_dim_names=names)
+
+    @hookimpl
+    def reduce_gradients(self, run: Run) -> None:
+        """Average the gradients of whole parameters; those of shards were during backward."""
+        if self._usage is not None and run.mode == "automatic":
+            self._usage.check(run, self.find_unused_parameters)
+        if self._replicated and run.mode == "automatic":
+            trained = [each for each in self._replicated if each.requires_grad]
+            super().average_gradients(run, trained, [each.grad is not None for each in trained])
+
+    def average_gradients(
+        self, run: Run, parameters: Sequence[nn.Parameter], changed: Sequence[bool]
+    ) -> list[nn.Parameter]:
+        """Average the gradients of whole parameters; those of shards were during backward."""
+        new = dict(zip(parameters, changed, strict=True))
+        shards = [each for each, has in new.items() if has and isinstance(each, DTensor)]
+        wholes = [each for each in new if not isinstance(each, DTensor)]
+        return [*shards, *super().average_gradients(run, wholes, [new[each] for each in wholes])]
+
+    @hookimpl(wrapper=True)
+    def clip_gradients(self) -> Generator[None, Any, Any]:
+        norm = yield
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    @hookimpl
+    def wrap_optimizer(self, run: Run, optimizer: Optimizer) -> Optimizer:
+        is_first = run.world.rank == 0
+        optimizer.register_state_dict_post_hook(
+            lambda _, state: map_tensors(state, lambda tensor: whole(tensor, is_first))
+        )
+        optimizer.register_load_state_dict_pre_hook(sharded_optimizer_state)
+        return optimizer
+
+    @hookimpl(wrapper=True)
+    def model_state(self, run: Run) -> Generator[None, Any, Any]:
+        state = yield
+        is_first = run.world.rank == 0
+        return map_tensors(dict(state), lambda tensor: whole(tensor, is_first))
+
+    @hookimpl(wrapper=True)
+    def load_model_state(self, run: Run, state: dict[str, Any]) -> Generator[None, Any, Any]:
+        shard_model_state(state, run.module.state_dict())
+        return (yield)
+
+    @hookimpl
+    def on_validation_end(self) -> None:
+        # Without a backward, units that stay whole after their forward would keep these weights.
+        for unit in self._units:
+            unit.reshard()  # type: ignore[operator]
+
+    @hookimpl
+    def on_run_end(self, run: Run) -> None:
+        if self._usage is not None:
+            self._usage.remove()
+        if self._plain is not None:
+            self._plain.restore(run.world.rank == 0)
+
+    @hookimpl
+    def teardown_process_group(self) -> None:
+        self._plain, self._usage, self._units, self._replicated = None, None, [], []
+        super().teardown_process_group()
+
+
+class DDPShardedStrategy(FSDPStrategy):
+    """Strategy ``ddp_sharded``: as ``ddp``, with gradients and optimizer states in parts.
+
+    The ranks gather the parameters once a step, in its forward, and drop them in its backward. So a
+    step sends what ddp sends. It is ``fsdp`` with ``reshard_after_forward=False``: ZeRO stage 2.
+
+    Args:
+        find_unused_parameters: as for ddp.
+        process_group_backend: as for ddp.
+        timeout: as for ddp.
+    """
+
+    def __init__(
+        self,
+        find_unused_parameters: bool = False,
+        process_group_backend: str | None = None,
+        timeout: float | timedelta = 1800.0,
+    ) -> None:
+        super().__init__(
+            reshard_after_forward=False,
+            find_unused_parameters=find_unused_parameters,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )

@@ -1,0 +1,82 @@
+"""Training cases of fsdp and ddp_sharded, and of ddp, from which they may not differ."""
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
+from regression import Curve, Net, one_trainer, samples
+
+from geartrain.callbacks import EMA
+
+#: Each layer of the net is a unit.
+UNITS = {"unit_parameters": 8}
+
+
+class Scaled(Net):
+    """Has a parameter of another dtype, a momentum, and parameters that are frozen for a while."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.extra.requires_grad_(False)
+
+    def forward(self, x, extra=True):
+        return super().forward(x, extra) * self.scale.float()
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.extra.requires_grad_(True)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+#: By name: the module's class and arguments, the trainer's options.
+CASES = {
+    "adam": (Net, {"optimizer": "adam"}, {"max_epochs": 2}),
+    "other dtypes, unfrozen": (Scaled, {}, {"max_epochs": 2}),
+    "accumulating": (Net, {"optimizer": "adam"}, {"accumulate_grad_batches": 3}),
+    "clipped": (Net, {}, {"gradient_clip_val": 0.05}),
+    "clipped by value": (
+        Net,
+        {},
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    ),
+    "tied": (Net, {"shared": True, "optimizer": "adam"}, {}),
+    "batch norm": (Net, {"norm": True}, {}),
+    "two optimizers": (Net, {"optimizer": "two"}, {}),
+    "bf16-mixed": (Net, {}, {"precision": "bf16-mixed"}),
+    "16-mixed": (Net, {}, {"precision": "16-mixed"}),
+    "ema": (Net, {}, {"plugins": [EMA(0.5)], "max_epochs": 2}),
+    "activation checkpointing": (
+        Net,
+        {"deep": 2},
+        {
+            "plugins": ["activation_checkpointing"],
+            "plugin_options": {"activation_checkpointing": {"units": "Linear", "every": 2}},
+        },
+    ),
+    "norms": (Net, {}, {"plugins": ["norms", "nan_guard", "model_summary"]}),
+}
+
+#: Name -> the strategy and its options.
+STRATEGIES = {"fsdp": ("fsdp", UNITS), "ddp_sharded": ("ddp_sharded", {})}
+OTHERS = {"one unit": ("fsdp", {}), "copies": ("fsdp", {**UNITS, "shard_size": 1})}
+
+
+def train(name, strategy="ddp", options=None, ranks=2):
+    """Train on global batches of 12 samples; return losses of steps, metrics and weights."""
+    kind, made, of_trainer = CASES[name]
+    module = kind(**made)
+    curve = Curve("loss", "grad_norm") if name == "norms" else Curve()
+    given = {**of_trainer, "plugins": [*of_trainer.get("plugins", []), curve]}
+    trainer = one_trainer(
+        strategy=strategy, strategy_options=options, devices=ranks, seed=1, **given
+    )
+    trainer.fit(module, DataLoader(samples(), 12 // ranks), DataLoader(samples(10), 2))
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return curve.values, metrics, dict(module.state_dict())
