@@ -39,6 +39,7 @@ GROUPS = {
 #: Required options of plugins.
 OPTIONS = {
     "accumulation_scheduler": ["--accumulation_scheduler.scheduling", '{"0": 2}'],
+    "activation_checkpointing": ["--activation_checkpointing.units", "Linear"],
     "chaos": ["--chaos.slow", "rank=0,step=1,seconds=0.1"],
     "compile": ["--compile.backend", "eager"],  # inductor needs a C++ compiler and a minute
     "early_stopping": ["--early_stopping.monitor", "train_loss"],
