@@ -63,12 +63,15 @@ def test_after_a_run_other_ranks_have_no_weights(two_ranks):
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
-def save(strategy, options, callbacks=()):
+class Keeps(Net):
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["kept"] = [self.first.weight]
+
+
+def save(strategy, options):
     """Train the first epoch in the folder "run"."""
-    trainer = one_trainer(
-        strategy=strategy, strategy_options=options, devices=2, output="run", callbacks=callbacks
-    )
-    trainer.fit(Net(optimizer="adam", shared=True), DataLoader(samples(), 6))
+    trainer = one_trainer(strategy=strategy, strategy_options=options, devices=2, output="run")
+    trainer.fit(Keeps(optimizer="adam", shared=True), DataLoader(samples(), 6))
 
 
 def go_on(strategy, options, folder="run"):
@@ -105,6 +108,7 @@ def test_one_process_resumes_from_a_checkpoint_of_two_ranks(tmp_path, whole):
     results(tmp_path, save, "fsdp", UNITS)
     saved = torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)
     assert {type(value) for value in saved["model"].values()} == {torch.Tensor}
+    assert torch.equal(saved["kept"][0], saved["model"]["first.weight"])
     assert_equal(go_on_alone(tmp_path), whole)
 
 
@@ -214,9 +218,19 @@ class Skips(Net):
         return self.last(self.second(hidden))
 
 
-def leave_out(runs):
-    module = Net(freezes=True) if runs == "frozen" else Skips(runs)
-    options = {} if runs == "frozen" else UNITS
+class Logs(Net):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.log("norm", self.first.weight.norm())
+
+
+class Reads(Net):
+    def forward(self, x, extra=True):
+        return super().forward(x) + nn.functional.linear(x, self.first.weight).sum()
+
+
+def go_wrong(runs):
+    kinds = {"frozen": Net(freezes=True), "logs": Logs(), "reads": Reads()}
+    module, options = kinds.get(runs) or Skips(runs), {} if runs == "frozen" else UNITS
     trainer = one_trainer(strategy="fsdp", strategy_options=options, devices=2)
     trainer.fit(module, DataLoader(samples(), 6))
 
@@ -226,11 +240,13 @@ def leave_out(runs):
     [
         ("others", r"have run different parts of the module, or in another order"),
         ("fewer", r"did not use these parameters in a step: extra.weight, extra.bias. Fix: "),
+        ("logs", r"self.log\('norm'\): ranks have parts of this tensor. Fix: .full_tensor()"),
+        ("reads", r"used parameters of a unit that it did not call.*Fix: --strategy.units CLASS"),
         ("frozen", r"requires_grad of second.weight was changed in a forward"),
     ],
 )
-def test_ranks_that_do_not_run_all_units_alike_end_with_an_error(tmp_path, runs, message):
-    for rank in failed(tmp_path, leave_out, runs):
+def test_a_step_that_parts_make_wrong_is_an_error(tmp_path, runs, message):
+    for rank in failed(tmp_path, go_wrong, runs):
         assert re.search(message, rank.error)
 
 

@@ -186,7 +186,8 @@ class MetricStore:
         if metric is None:
             metric = self._metrics[name] = self._new(name, spec, reduce_fx)
         elif metric.spec != spec:
-            difference = _difference(metric.spec, spec)
+            both = [(n, getattr(metric.spec, n), getattr(spec, n)) for n in MetricOptions.__slots__]
+            difference = ", ".join(f"{n}={x!r} then, {y!r} now" for n, x, y in both if x != y)
             raise TrainingError(
                 f"self.log({name!r}) was called with other options before: {difference}. "
                 "Fix: use another name"
@@ -534,6 +535,9 @@ def scalar(name: str, value: Any) -> Any:
         TrainingError: it is neither a number nor a tensor of one element.
     """
     if isinstance(value, torch.Tensor):
+        if hasattr(value, "full_tensor"):  # of a DTensor, item() is this rank's part of a sum
+            message = "ranks have parts of this tensor. Fix: .full_tensor(), on all ranks"
+            raise TrainingError(f"self.log({name!r}): {message}")
         if value.numel() != 1:
             message = f"a metric is one number, and this tensor has the shape {list(value.shape)}"
             raise TrainingError(f"self.log({name!r}): {message}. Fix: .mean()?")
@@ -572,8 +576,3 @@ def _read(tensors: list[torch.Tensor]) -> list[float]:
         tensors = [t.cpu().double() for t in tensors]
     stacked: list[float] = torch.stack([t.reshape(()) for t in tensors]).cpu().double().tolist()
     return stacked
-
-
-def _difference(a: MetricOptions, b: MetricOptions) -> str:
-    both = [(name, getattr(a, name), getattr(b, name)) for name in MetricOptions.__slots__]
-    return ", ".join(f"{name}={x!r} then, {y!r} now" for name, x, y in both if x != y)

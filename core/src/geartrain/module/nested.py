@@ -73,7 +73,8 @@ def not_plain(value: Any) -> str | None:
 
     ``None`` if it can read all: tensors, numbers, strings; lists, tuples, sets and dicts of them.
     """
-    if isinstance(value, torch.Tensor) or value is None or type(value) in _PLAIN:
+    is_whole = isinstance(value, torch.Tensor) and not hasattr(value, "full_tensor")  # no DTensor
+    if is_whole or value is None or type(value) in _PLAIN:
         return None
     if type(value) in (dict, OrderedDict):
         value = (*value, *value.values())

@@ -84,12 +84,14 @@ def norms_of(tensors: Sequence[torch.Tensor], order: float = 2.0) -> torch.Tenso
     Of shards it is the norm of the whole tensor: every rank calls it.
     """
     dense = [t.coalesce().values() if t.is_sparse else t for t in tensors]
-    parts = [(i, local(tensor)) for i, tensor in enumerate(dense)]
-    filled = [(i, part) for i, part in parts if part.numel() or not is_sharded(dense[i])]
-    found = torch._foreach_norm([part for _, part in filled], order)
-    device = parts[0][1].device
-    norms = torch.zeros(len(dense), device=device)  # 0: this rank has no part of it
-    norms[[i for i, _ in filled]] = torch.stack([n.to(device, torch.float32) for n in found])
+    if not any(map(is_sharded, dense)):
+        found = torch._foreach_norm(dense, order)
+        return torch.stack([norm.to(found[0].device, torch.float32) for norm in found])
+    parts = list(map(local, dense))
+    filled = [i for i, part in enumerate(parts) if part.numel()]
+    norms = torch.zeros(len(parts), device=parts[0].device)
+    if filled:
+        norms[filled] = norms_of([parts[i] for i in filled], order)
     return norms_of_wholes(norms, dense, order)
 
 

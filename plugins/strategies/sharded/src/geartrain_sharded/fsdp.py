@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from geartrain import Module, Plan, Run, UsageError, hookimpl
+from geartrain import Module, Plan, Run, TrainingError, UsageError, hookimpl
 from geartrain.plugin_api import map_tensors
 from geartrain_ddp import DDPStrategy
 from geartrain_sharded.materialize import Materializer
@@ -153,6 +153,19 @@ class FSDPStrategy(DDPStrategy):
         shape, names = (run.world.size // size, size), ("replicate", "shard")
         return init_device_mesh(run.device.type, shape, mesh_dim_names=names)
 
+    @hookimpl(wrapper=True)
+    def forward(self, run: Run) -> Generator[None, Any, Any]:
+        try:
+            return (yield)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            message = (
+                f"{run.plan.strategy.label}: a step used parameters of a unit that it did not "
+            )
+            message += "call: each rank has a part. Fix: --strategy.units CLASS, of parts it calls"
+            raise TrainingError(message) from error
+
     @hookimpl
     def reduce_gradients(self, run: Run) -> None:
         """Average the gradients of whole parameters; those of shards were during backward."""
@@ -192,6 +205,14 @@ class FSDPStrategy(DDPStrategy):
         return map_tensors(dict(state), lambda tensor: whole(tensor, is_first))
 
     @hookimpl(wrapper=True)
+    def save_checkpoint(self, run: Run, state: dict[str, Any]) -> Generator[None, Any, Any]:
+        is_first = run.world.rank == 0
+        for name in state:
+            if name not in ("fit", "model"):  # on_save_checkpoint has added it
+                state[name] = map_tensors(state[name], lambda tensor: whole(tensor, is_first))
+        return (yield)
+
+    @hookimpl(wrapper=True)
     def load_model_state(self, run: Run, state: dict[str, Any]) -> Generator[None, Any, Any]:
         shard_model_state(state, run.module.state_dict())
         return (yield)
@@ -206,6 +227,7 @@ class FSDPStrategy(DDPStrategy):
     def on_run_end(self, run: Run) -> None:
         if self._usage is not None:
             self._usage.remove()
+        self.on_validation_end()  # a plugin may have run a forward since then
         if self._plain is not None:
             self._plain.restore(run.world.rank == 0)
 

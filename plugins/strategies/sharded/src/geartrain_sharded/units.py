@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection
 
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from geartrain import UsageError
 from geartrain.plugin_api import nearest
@@ -48,6 +49,8 @@ def units(module: nn.Module, classes: Collection[str], parameters: int) -> list[
         is_large = not classes and sum(remaining.values()) >= parameters
         is_chosen = is_large or type(part).__name__ in classes
         has_forward = type(part).forward is not nn.Module.forward
+        # MultiheadAttention reads the weights of its out_proj, and does not call it.
+        has_forward &= not isinstance(part, NonDynamicallyQuantizableLinear)
         is_tied = any(uses[number] > counts[number] for number in remaining)
         if remaining and is_chosen and has_forward and not is_tied:
             found.append(part)
