@@ -334,9 +334,10 @@ def model_state(run: Run) -> dict[str, Any]:
 
 @single
 def load_model_state(run: Run, state: dict[str, Any]) -> None:
-    """Load what ``model_state`` returned on rank 0; a wrapper may change ``state``.
+    """Load the module's state.
 
     Fired: in every rank when a checkpoint is loaded.
+    Arguments: ``state`` as ``model_state`` returned it on rank 0; a wrapper may change it.
     Default: ``run.module.load_state_dict(state)``.
     """
 

@@ -226,3 +226,29 @@ def test_a_checkpoint_of_a_plugin_needs_that_plugin(tmp_path):
         match=r"last\.ckpt was written by the plugin Saves, which .*not have\. Fix: select Saves",
     ):
         trainer().test(EvalNet(), loader(), ckpt_path=tmp_path / "last.ckpt")
+
+
+class Halves:
+    """Saves weights that are half as large, and doubles what it loads."""
+
+    @hookimpl(wrapper=True)
+    def model_state(self):
+        state = yield
+        return {name: value / 2 for name, value in state.items()}
+
+    @hookimpl(wrapper=True)
+    def load_model_state(self, state):
+        for name, value in state.items():
+            state[name] = value * 2
+        return (yield)
+
+
+def test_a_plugin_may_change_the_weights_that_are_saved_and_loaded(tmp_path):
+    module, other = EvalNet(), EvalNet()
+    fit(module, plugins=[Halves()], output=tmp_path)
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["model"]
+    for name, value in module.state_dict().items():
+        assert torch.equal(saved[name], value / 2)
+    one = trainer(plugins=[Halves()])
+    one.validate(other, loader(), ckpt_path=tmp_path / "last.ckpt")
+    assert_equal(other.state_dict(), module.state_dict())

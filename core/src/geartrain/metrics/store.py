@@ -254,7 +254,7 @@ class MetricStore:
     def _drain(self, metrics: dict[str, _Metric]) -> None:
         pending = [(metric, *value) for metric in metrics.values() for value in metric.pending]
         tensors = [value for _, value, _ in pending if isinstance(value, torch.Tensor)]
-        read = iter(_read(tensors))
+        read = iter(_read(tensors) if tensors else ())
         for metric, value, weight in pending:
             metric.add(next(read) if isinstance(value, torch.Tensor) else value, weight)
         for metric in metrics.values():
@@ -536,8 +536,8 @@ def scalar(name: str, value: Any) -> Any:
     """
     if isinstance(value, torch.Tensor):
         if hasattr(value, "full_tensor"):  # of a DTensor, item() is this rank's part of a sum
-            message = "ranks have parts of this tensor. Fix: .full_tensor(), on all ranks"
-            raise TrainingError(f"self.log({name!r}): {message}")
+            reason = f"self.log({name!r}): ranks have parts of this tensor"
+            raise TrainingError(f"{reason}. Fix: .full_tensor(), on all ranks")
         if value.numel() != 1:
             message = f"a metric is one number, and this tensor has the shape {list(value.shape)}"
             raise TrainingError(f"self.log({name!r}): {message}. Fix: .mean()?")
@@ -570,8 +570,6 @@ def check_batch_size(name: str, size: Any) -> int:
 
 
 def _read(tensors: list[torch.Tensor]) -> list[float]:
-    if not tensors:
-        return []
     if len({(t.dtype, t.device) for t in tensors}) > 1:
         tensors = [t.cpu().double() for t in tensors]
     stacked: list[float] = torch.stack([t.reshape(()) for t in tensors]).cpu().double().tolist()
