@@ -3,6 +3,7 @@
 Each rank saves its results to ``CASE/rank-N.pt``.
 """
 
+import faulthandler
 import json
 import sys
 import warnings
@@ -22,6 +23,7 @@ def main(part, *cases):
 
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(50, repeat=True)  # shows where a rank hangs
     # Ranks of ddp_spawn import the classes of a case as ``combinations.case``.
     sys.path.insert(0, str(Path(__file__).parents[1]))
     main(*sys.argv[1:])

@@ -160,11 +160,10 @@ class FSDPStrategy(DDPStrategy):
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
-            message = (
+            raise TrainingError(
                 f"{run.plan.strategy.label}: a step used parameters of a unit that it did not "
-            )
-            message += "call: each rank has a part. Fix: --strategy.units CLASS, of parts it calls"
-            raise TrainingError(message) from error
+                "call: each rank has a part. Fix: --strategy.units CLASS, of parts it calls"
+            ) from error
 
     @hookimpl
     def reduce_gradients(self, run: Run) -> None:
@@ -219,7 +218,10 @@ class FSDPStrategy(DDPStrategy):
 
     @hookimpl
     def on_validation_end(self) -> None:
-        # Without a backward, units that stay whole after their forward would keep these weights.
+        self._reshard()
+
+    def _reshard(self) -> None:
+        """Drop gathered parameters, which a unit may keep after a forward without a backward."""
         for unit in self._units:
             unit.reshard()  # type: ignore[operator]
 
@@ -227,7 +229,7 @@ class FSDPStrategy(DDPStrategy):
     def on_run_end(self, run: Run) -> None:
         if self._usage is not None:
             self._usage.remove()
-        self.on_validation_end()  # a plugin may have run a forward since then
+        self._reshard()  # a plugin may have run a forward since then
         if self._plain is not None:
             self._plain.restore(run.world.rank == 0)
 

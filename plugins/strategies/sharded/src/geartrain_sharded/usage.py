@@ -18,9 +18,9 @@ from geartrain import Run, TrainingError
 class Usage:
     """What this rank has used since the last step.
 
-    A rank gathers a unit's parameters when the unit runs, and each gather takes the next shards of
-    the other ranks, whichever unit they belong to. If two ranks run two units of equal size, each
-    gets weights of which a half are another unit's, and nothing fails.
+    A rank gathers a unit's parameters when the unit runs. A gather takes the next shards that the
+    other ranks send, even those of another unit. If two ranks run different units of equal size,
+    each computes with weights that are partly those of the other unit, and nothing fails.
 
     Args:
         model: sharded.
