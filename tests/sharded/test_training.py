@@ -250,6 +250,25 @@ def test_a_step_that_parts_make_wrong_is_an_error(tmp_path, runs, message):
         assert re.search(message, rank.error)
 
 
+class FailsOnRank1(Net):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.global_rank == 1:
+            raise KeyError("mine")
+
+
+def fail_on_rank_1():
+    options = {"model_checkpoint": {"save_on_exception": True}}
+    trainer = one_trainer(
+        strategy="fsdp", devices=2, output="run", plugins=[*options], plugin_options=options
+    )
+    trainer.fit(FailsOnRank1(), DataLoader(samples(), 6))
+
+
+def test_rank_0_says_why_it_saves_no_exception_ckpt(tmp_path):
+    rank_0 = failed(tmp_path, fail_on_rank_1)[0]
+    assert "saves no exception.ckpt: rank 0 has a part of the weights" in rank_0.printed
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -9,6 +9,7 @@ import torch
 from geartrain import Run
 from geartrain.plugin_api import warn
 from geartrain_callbacks.saving import of_rank_0
+from geartrain_callbacks.shards import is_sharded
 from geartrain_callbacks.stopping import say
 
 #: The file's name.
@@ -20,14 +21,16 @@ _BACKGROUND = "async_checkpoint"
 def save(run: Run, path: Path, error: BaseException, weights_only: bool) -> bool:
     """Save rank 0's state after an error, without any collective; True if it was saved.
 
-    Nothing is saved before the first epoch, if the weights have become NaN or infinite, or if the
-    strategy's ranks write checkpoints together.
+    Nothing is saved before the first epoch, if the weights have become NaN or infinite, if each
+    rank has a part of them, or if the strategy's ranks write checkpoints together.
     """
     if run.world.rank != 0 or run.loop.epoch_start is None:
         return False
     owner = run.hooks.owner("save_checkpoint")
-    reason = ""
-    if not all(bool(torch.isfinite(weight).all()) for weight in run.module.parameters()):
+    reason, weights = "", list(run.module.parameters())
+    if any(is_sharded(weight) for weight in weights):
+        reason = "rank 0 has a part of the weights"
+    elif not all(bool(torch.isfinite(weight).all()) for weight in weights):
         reason = "the weights are NaN or infinite"
     elif run.world.size > 1 and owner and owner.kind != "default" and owner.name != _BACKGROUND:
         reason = f"all ranks of {owner.label} write a checkpoint together"
