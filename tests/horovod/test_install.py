@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from geartrain_horovod import installed
+from geartrain_horovod import install, installed
 from geartrain_horovod.install import InstallError, Recipe
 
 from ..tools.sites import ROOT, build, environment
@@ -245,6 +245,15 @@ def test_ccache_and_old_cmake_get_a_wrapper(recipe, tmp_path):
 def test_new_cmake_gets_the_policy_for_old_projects(recipe):
     assert recipe(cmake="4.1.0").variables["CMAKE_POLICY_VERSION_MINIMUM"] == "3.5"
     assert "CMAKE_POLICY_VERSION_MINIMUM" not in recipe(cmake="3.31.0").variables
+
+
+def test_a_setuptools_that_makes_no_wheel_is_refused(recipe, monkeypatch):
+    monkeypatch.setattr(install, "version", lambda name: "65.5.0")
+    monkeypatch.setattr(install, "find_spec", lambda name: name != "wheel" or None)
+    with pytest.raises(InstallError, match=r"65\.5\.0 cannot make a wheel\. Fix: pip install"):
+        recipe()
+    monkeypatch.setattr(install, "find_spec", lambda name: True)
+    assert recipe().variables  # the package wheel makes it
 
 
 def test_mpi_and_nccl(recipe):

@@ -21,6 +21,7 @@ import tempfile
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -125,6 +126,13 @@ class Recipe:
             if find_spec(module) is None:
                 hint = "python -m ensurepip" if name == "pip" else f"pip install {name}"
                 raise InstallError(f"the build needs {name}, which is not installed. Fix: {hint}")
+        # An older setuptools than 70.1 makes no wheel without the package wheel. Python 3.11's venv
+        # installs one.
+        if find_spec("wheel") is None and int(version("setuptools").partition(".")[0]) < 71:
+            raise InstallError(
+                f"setuptools {version('setuptools')} cannot make a wheel. "
+                "Fix: pip install --upgrade setuptools"
+            )
         if self.mpi and shutil.which("mpicxx", path=path) is None:
             raise InstallError(
                 "mpicxx was not found. "
