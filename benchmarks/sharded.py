@@ -6,6 +6,12 @@ under ddp (parameters, gradients, two states of Adam); under fsdp a part of that
 layer; under ddp_sharded 4 bytes and a part of 16.
 
     python benchmarks/sharded.py [--devices 2,4] [--layers 24] [--width 2048]
+
+With ``--limit MIB`` each rank's memory is limited, after its imports, by a control group (root, and
+cgroup version 1). fsdp on 4 ranks trains an epoch, saves a checkpoint, resumes from it and trains
+another. One process tries the same, with a limit of its own.
+
+    python benchmarks/sharded.py --limit 200 --width 1024
 """
 
 from __future__ import annotations
@@ -52,15 +58,30 @@ class Memory:
         if run.world.rank == 0:  # the output of others is in files
             print("PEAKS", *[round(mib) for mib in table[:, 0].tolist()], flush=True)
 
-strategy, devices, layers, width, meta = sys.argv[1], *map(int, sys.argv[2:])
+class Limit:
+    @gt.hookimpl(wrapper=True)
+    def wrap_model(self, run):
+        group = f"/sys/fs/cgroup/memory/geartrain-{run.world.rank}"
+        os.makedirs(group, exist_ok=True)
+        for name, value in {"limit_in_bytes": limit << 20, "max_usage_in_bytes": 0}.items():
+            with open(f"{group}/memory.{name}", "w") as file:
+                file.write(str(value))
+        with open(f"{group}/cgroup.procs", "w") as file:
+            file.write(str(os.getpid()))
+        return (yield)
+
+strategy, devices, layers, width, meta, limit, epochs = sys.argv[1], *map(int, sys.argv[2:])
 before = resident("VmRSS")
 if __name__ == "__main__":
     with torch.device("meta" if meta else "cpu"):
         module = Net(layers, width)
     options = {"enable_progress_bar": False, "use_distributed_sampler": False}
-    trainer = gt.Trainer(accelerator="cpu", strategy=strategy, devices=devices, max_epochs=1,
-                         plugins=[Memory()], **options)
-    trainer.fit(module)
+    plugins = [Memory()]
+    if limit:
+        plugins, options["output"] = [Limit()], "run"
+    trainer = gt.Trainer(accelerator="cpu", strategy=strategy, devices=devices, max_epochs=epochs,
+                         plugins=plugins, **options)
+    trainer.fit(module, ckpt_path="auto" if limit else None)
     if trainer.global_rank == 0:
         print(f"AFTER {resident('VmHWM') - before:.0f}", flush=True)
 """
@@ -75,7 +96,7 @@ def peaks(
     meta = str(int(options.meta and strategy != "ddp"))
     command = [sys.executable, str(file), strategy, str(devices), str(options.layers)]
     done = subprocess.run(
-        [*command, str(options.width), meta],
+        [*command, str(options.width), meta, "0", "1"],
         env=environment,
         capture_output=True,
         text=True,
@@ -101,6 +122,39 @@ def peaks(
     }
 
 
+def limited(
+    file: Path, strategy: str, devices: int, epochs: int, options: argparse.Namespace
+) -> str:
+    """Train with limited memory; return the last line of the error if it fails."""
+    meta = str(int(strategy != "single"))
+    shape = [str(devices), str(options.layers), str(options.width), meta, str(options.limit)]
+    done = subprocess.run(
+        [sys.executable, str(file), strategy, *shape, str(epochs)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=file.parent,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    if done.returncode == 0:
+        return "trained"
+    return f"exit code {done.returncode} {done.stderr.strip().splitlines()[-1:]}"
+
+
+def within_limit(file: Path, options: argparse.Namespace) -> dict[str, object]:
+    """Return what fsdp and one process do with less memory than the training's tensors have."""
+    parameters = options.layers * options.width * (options.width + 1)
+    facts: dict[str, object] = {
+        "MiB of parameters, gradients and states": round(16 * parameters / 2**20),
+        "one process": limited(file, "single", 1, 1, options),
+        "fsdp 4": limited(file, "fsdp", 4, 1, options),
+    }
+    facts["MiB of its checkpoint"] = round((file.parent / "run/last.ckpt").stat().st_size / 2**20)
+    facts["fsdp 4 resumed"] = limited(file, "fsdp", 4, 2, options)
+    return facts
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -109,15 +163,19 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--meta", action="store_true", help="make the module on the meta device")
+    parser.add_argument("--limit", type=int, help="MiB of memory of each rank")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "program.py")
         file.write_text(PROGRAM, encoding="utf-8")
-        facts = {
+        facts: dict[str, object] = {
             f"{strategy} {devices}": peaks(file, strategy, devices, options)
             for devices in map(int, options.devices.split(","))
             for strategy in ("ddp", "fsdp", "ddp_sharded")
+            if not options.limit
         }
+        if options.limit:
+            facts = within_limit(file, options)
     json.dump({**facts, **vars(options), "torch": torch.__version__}, sys.stdout, indent=2)
     print()
 

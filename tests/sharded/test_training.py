@@ -266,7 +266,7 @@ def fail_on_rank_1():
 
 def test_rank_0_says_why_it_saves_no_exception_ckpt(tmp_path):
     rank_0 = failed(tmp_path, fail_on_rank_1)[0]
-    assert "saves no exception.ckpt: rank 0 has a part of the weights" in rank_0.printed
+    assert "saves no exception.ckpt: the weights are sharded" in rank_0.printed
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def save(run: Run, path: Path, error: BaseException, weights_only: bool) -> bool
     owner = run.hooks.owner("save_checkpoint")
     reason, weights = "", list(run.module.parameters())
     if any(is_sharded(weight) for weight in weights):
-        reason = "rank 0 has a part of the weights"
+        reason = "the weights are sharded"
     elif not all(bool(torch.isfinite(weight).all()) for weight in weights):
         reason = "the weights are NaN or infinite"
     elif run.world.size > 1 and owner and owner.kind != "default" and owner.name != _BACKGROUND:

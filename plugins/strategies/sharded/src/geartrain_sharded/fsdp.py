@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,13 +23,19 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.serialization import config
 
 from geartrain import Module, Plan, Run, TrainingError, UsageError, hookimpl
 from geartrain.plugin_api import map_tensors
 from geartrain_ddp import DDPStrategy
 from geartrain_sharded.materialize import Materializer
 from geartrain_sharded.plain import PlainModules
-from geartrain_sharded.tensors import shard_model_state, sharded_optimizer_state, whole
+from geartrain_sharded.tensors import (
+    return_freed_tensors,
+    shard_model_state,
+    sharded_optimizer_state,
+    whole,
+)
 from geartrain_sharded.units import check_classes, units
 from geartrain_sharded.usage import Usage
 
@@ -127,6 +134,8 @@ class FSDPStrategy(DDPStrategy):
         mesh, self._plain = self._mesh(run), PlainModules(model)
         found = units(run.module, self.units, self.unit_parameters)
         materializer = Materializer(run)
+        if run.device.type == "cpu":
+            return_freed_tensors()
         for unit in [*found, model]:
             materializer.fill(unit)  # one after the other: the whole model may not fit
             ignored = {each for name, each in model.named_parameters() if name in replicated}
@@ -190,9 +199,8 @@ class FSDPStrategy(DDPStrategy):
 
     @hookimpl
     def wrap_optimizer(self, run: Run, optimizer: Optimizer) -> Optimizer:
-        is_first = run.world.rank == 0
         optimizer.register_state_dict_post_hook(
-            lambda _, state: map_tensors(state, lambda tensor: whole(tensor, is_first))
+            lambda _, state: map_tensors(state, partial(self._whole, run))
         )
         optimizer.register_load_state_dict_pre_hook(sharded_optimizer_state)
         return optimizer
@@ -200,16 +208,24 @@ class FSDPStrategy(DDPStrategy):
     @hookimpl(wrapper=True)
     def model_state(self, run: Run) -> Generator[None, Any, Any]:
         state = yield
-        is_first = run.world.rank == 0
-        return map_tensors(dict(state), lambda tensor: whole(tensor, is_first))
+        return map_tensors(dict(state), partial(self._whole, run))
 
     @hookimpl(wrapper=True)
     def save_checkpoint(self, run: Run, state: dict[str, Any]) -> Generator[None, Any, Any]:
-        is_first = run.world.rank == 0
         for name in state:
             if name not in ("fit", "model"):  # on_save_checkpoint has added it
-                state[name] = map_tensors(state[name], lambda tensor: whole(tensor, is_first))
+                state[name] = map_tensors(state[name], partial(self._whole, run))
         return (yield)
+
+    @staticmethod
+    def _whole(run: Run, tensor: Any) -> torch.Tensor:
+        return whole(tensor, run.world.rank == 0, run.output)
+
+    @hookimpl(wrapper=True)
+    def load_checkpoint(self) -> Generator[None, Any, Any]:
+        # Each rank takes its parts out of the file. The whole may not fit its memory.
+        with config.patch("load.mmap", True):  # type: ignore[attr-defined]
+            return (yield)
 
     @hookimpl(wrapper=True)
     def load_model_state(self, run: Run, state: dict[str, Any]) -> Generator[None, Any, Any]:
@@ -231,7 +247,7 @@ class FSDPStrategy(DDPStrategy):
             self._usage.remove()
         self._reshard()  # a plugin may have run a forward since then
         if self._plain is not None:
-            self._plain.restore(run.world.rank == 0)
+            self._plain.restore(partial(self._whole, run), run.world.rank == 0)
 
     @hookimpl
     def teardown_process_group(self) -> None:

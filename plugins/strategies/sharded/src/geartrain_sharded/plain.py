@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.tensor import DTensor
-
-from geartrain_sharded.tensors import whole
 
 #: Dicts of a module in which ``fully_shard`` registers hooks.
 _HOOKS = (
@@ -35,12 +34,13 @@ class PlainModules:
     def __init__(self, model: nn.Module) -> None:
         self._classes = {module: type(module) for module in model.modules()}
 
-    def restore(self, keeps: bool) -> None:
+    def restore(self, whole: Callable[[Any], torch.Tensor], keeps: bool) -> None:
         """Replace shards by whole parameters on the CPU, and take hooks and classes back.
 
         Every rank calls it.
 
         Args:
+            whole: gathers a parameter.
             keeps: True on the rank that gets the values. On others they are arbitrary, with a NaN
                 in each parameter, so that nobody takes them for weights. A next run gets them from
                 rank 0.
@@ -57,12 +57,12 @@ class PlainModules:
             for name, parameter in module._parameters.items():
                 if isinstance(parameter, DTensor):
                     if id(parameter) not in plain:
-                        plain[id(parameter)] = _plain(parameter, keeps)
+                        plain[id(parameter)] = _plain(parameter, whole, keeps)
                     module._parameters[name] = plain[id(parameter)]
 
 
-def _plain(shard: Any, keeps: bool) -> nn.Parameter:
-    value = whole(shard, keeps)
+def _plain(shard: Any, whole: Callable[[Any], torch.Tensor], keeps: bool) -> nn.Parameter:
+    value = whole(shard)
     if not keeps:
         value = torch.empty(shard.shape, dtype=shard.dtype)  # its pages take no memory
         if value.is_floating_point() and value.numel():
