@@ -54,7 +54,7 @@ _MEANT = {
 }
 #: Options that only some commands have. A file of --print-config may hold those of another command.
 _OF_SOME = {
-    *("checkpoint", "resume", "no_output", "json", "hooks", "assume"),
+    *("checkpoint", "resume", "no_output", "json", "hooks", "memory", "assume"),
     # of geartrain tune
     *("min_lr", "max_lr", "num_training", "mode", "early_stop_threshold"),
     *("init_val", "max_trials", "steps_per_trial", "batch_arg_name"),
@@ -285,7 +285,7 @@ def _normalise(argv: list[str]) -> list[str]:
         name
         for name, p in inspect.signature(Trainer).parameters.items()
         if "bool" in str(p.annotation)
-    } | {"json", "hooks", "no_output"}
+    } | {"json", "hooks", "memory", "no_output"}
     tokens = []
     for i, token in enumerate(argv):
         if token in ("-q", "--quiet"):
@@ -441,6 +441,8 @@ def build_parser(
         parser.add_argument(
             "--hooks", type=bool, default=False, help="also list the plugins of each hook"
         )
+        text = "predict each rank's peak memory and the bytes it sends; makes the module and data"
+        parser.add_argument("--memory", type=bool, default=False, help=text)
         parser.add_argument(
             "--json", type=bool, default=False, help="print the plan and the hooks as JSON"
         )

@@ -9,7 +9,8 @@ from typing import Any
 
 from geartrain import Plan, Trainer
 from geartrain.plugin_api import Hooks, PluginInfo
-from geartrain_cli.arguments import read_arguments
+from geartrain_cli.arguments import Request, read_arguments
+from geartrain_cli.json_output import printed_on_stderr
 from geartrain_cli.tables import Group, show, show_text
 from geartrain_cli.target import Target
 
@@ -20,9 +21,10 @@ def command(
     target: Target | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> Trainer:
-    """Print the plan and, with ``--hooks``, the table of hooks.
+    """Print the plan; with ``--hooks`` the table of hooks, with ``--memory`` a rank's memory.
 
-    Neither module nor data is made: the batch size is the data's ``batch_size`` option.
+    Without ``--memory`` neither module nor data is made: the batch size is the data's
+    ``batch_size`` option.
     """
     request = read_arguments(name, argv, target, defaults)
     trainer, values = request.trainer, request.values
@@ -34,18 +36,53 @@ def command(
     plan = trainer.check(
         request.target[0], batch_size=next((size for size in sizes if isinstance(size, int)), None)
     )
+    memory = _predicted(request) if values.memory else None
     if values.json:
         hooks = {
             hook: [choice.name for choice in trainer.hooks.implementers(hook)]
             for hook in trainer.hooks.names
         }
-        print(json.dumps({**plan.as_dict(), "hooks": hooks}, indent=2))
+        facts = {**plan.as_dict(), "hooks": hooks}
+        print(json.dumps(facts if memory is None else {**facts, "memory": memory}, indent=2))
     else:
-        show([*_plan(plan), *([_hooks(trainer.hooks)] if values.hooks else [])])
+        groups = [*_plan(plan), *([] if memory is None else [_memory(plan, memory)])]
+        show([*groups, *([_hooks(trainer.hooks)] if values.hooks else [])])
         if not values.hooks:
             print()
             show_text("--hooks lists the plugins that answer each hook, --json all of it.")
     return trainer
+
+
+def _predicted(request: Request) -> dict[str, Any]:
+    """Return the prediction of ``--memory``; what the target prints goes to standard error."""
+    from geartrain_cli.memory import predict  # imports torch.distributed
+
+    with printed_on_stderr():
+        return predict(request).as_dict()
+
+
+def _memory(plan: Plan, memory: Mapping[str, Any]) -> Group:
+    rows = [
+        ("parameters", _bytes(memory["parameters"]), "and buffers"),
+        ("gradients", _bytes(memory["gradients"]), "and the buckets of ddp"),
+        ("optimizer states", _bytes(memory["optimizer_states"]), ""),
+        ("activations", _bytes(memory["activations"]), "batches, temporary and gathered tensors"),
+        ("peak", _bytes(memory["peak"]), "the most in a training step"),
+        ("sent", _bytes(memory["sent_per_step"]), "in each optimizer step; the mean of all ranks"),
+    ]
+    if memory["peak"] == memory["set_up"]:
+        rows[4] = ("peak", _bytes(memory["peak"]), "while the model is made and wrapped")
+    if plan.accelerator.name != "cpu":
+        name = plan.accelerator.name
+        text = f"what {name} needs beside tensors; its kernels may use more temporary ones"
+        rows.append(("not counted", name, text))
+    rows += [("not counted", label, "it only watches the run") for label in memory["left_out"]]
+    text = "predicted: counted from fake tensors, not measured"
+    return Group("memory of a rank", rows, columns=("size", text))
+
+
+def _bytes(number: int) -> str:
+    return f"{number / 2**20:,.1f} MiB"
 
 
 def _plan(plan: Plan) -> Iterator[Group]:
