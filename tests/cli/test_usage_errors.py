@@ -7,7 +7,7 @@ OPTIONS = [
     # a name
     ("--strategy sngle", ["'sngle'", "'single'"]),
     ("--strategy ddp", ["'ddp'", "not installed", "pip install geartrain-ddp"]),
-    ("--strategy deepspeed", ["'deepspeed'", "no geartrain distribution provides it"]),
+    ("--strategy colossalai", ["'colossalai'", "no geartrain distribution provides it"]),
     ("--strategy cpu", ["'cpu'", "--accelerator cpu"]),
     ("--accelerator mps", ["'mps'", "not installed", "pip install geartrain-mps"]),
     ("--accelerator gpu", ["'gpu'", "pip install geartrain-cuda"]),

@@ -13,6 +13,7 @@ _HOMES = {
     "DDPSpawnStrategy": "ddp_spawn",
     "DDPStrategy": "ddp",
     "DataParallelStrategy": "dp",
+    "DeepSpeedStrategy": "deepspeed",
     "FSDPStrategy": "fsdp",
     "HorovodStrategy": "horovod",
     "QAdamOptimizer": "bagua",

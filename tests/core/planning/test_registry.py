@@ -137,7 +137,7 @@ def test_install_lines_name_geartrains_own_distributions():
     ("kind", "name"),
     [
         ("accelerator", "tpu"),
-        ("strategy", "deepspeed"),
+        ("strategy", "colossalai"),
     ],
 )
 def test_a_name_that_no_distribution_provides_gets_no_install_line(dists, kind, name):
@@ -149,8 +149,8 @@ def test_a_name_that_no_distribution_provides_gets_no_install_line(dists, kind, 
 
 
 def test_distribution_may_provide_a_name_that_geartrain_does_not(dists):
-    dists.add("acme-deepspeed", "class D: ...", strategies={"deepspeed": "D"})
-    assert Registry().select("strategy", "deepspeed").info.distribution == "acme-deepspeed"
+    dists.add("acme-xla", "class D: ...", strategies={"xla": "D"})
+    assert Registry().select("strategy", "xla").info.distribution == "acme-xla"
 
 
 def test_name_of_another_kind_is_an_error_that_names_the_kind(dists):

@@ -104,10 +104,7 @@ class Defaults:
     def optimizer_step(
         self, run: Run, optimizer: Optimizer, closure: Callable[[], Any] | None
     ) -> bool | None:
-        if closure is None:
-            optimizer.step()
-        else:
-            optimizer.step(closure)
+        optimizer.step() if closure is None else optimizer.step(closure)
         return None
 
     @hookimpl

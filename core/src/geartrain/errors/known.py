@@ -17,6 +17,7 @@ geartrain-cli plugin locked
 geartrain-cli command explain fit plugins predict test validate
 geartrain-cuda accelerator cuda
 geartrain-ddp strategy ddp
+geartrain-deepspeed strategy deepspeed
 geartrain-dp strategy ddp2 dp
 geartrain-elastic strategy elastic
 geartrain-elastic command scale

@@ -9,7 +9,7 @@ import torch
 from geartrain import Run
 from geartrain.plugin_api import warn
 from geartrain_callbacks.saving import of_rank_0
-from geartrain_callbacks.shards import is_sharded
+from geartrain_callbacks.shards import is_of_zero, is_sharded
 from geartrain_callbacks.stopping import say
 
 #: The file's name.
@@ -30,6 +30,8 @@ def save(run: Run, path: Path, error: BaseException, weights_only: bool) -> bool
     reason, weights = "", list(run.module.parameters())
     if any(is_sharded(weight) for weight in weights):
         reason = "the weights are sharded"
+    elif any(map(is_of_zero, weights)):
+        reason = "the optimizer's states are sharded"
     elif not all(bool(torch.isfinite(weight).all()) for weight in weights):
         reason = "the weights are NaN or infinite"
     elif run.world.size > 1 and owner and owner.kind != "default" and owner.name != _BACKGROUND:

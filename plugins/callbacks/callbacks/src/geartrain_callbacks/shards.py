@@ -10,11 +10,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     """True for a DTensor."""
     return hasattr(tensor, "full_tensor")
+
+
+def is_of_zero(parameter: nn.Parameter) -> bool:
+    """True for a parameter of ZeRO of DeepSpeed: ranks have parts of it or of its states."""
+    return hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
 
 
 def local(tensor: Any) -> torch.Tensor:

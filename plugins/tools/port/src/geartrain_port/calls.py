@@ -20,7 +20,7 @@ _KNOWN = [name for name in inspect.signature(Trainer).parameters if name != "unk
 _STRATEGIES = ("dp", "ddp", "ddp2", "ddp_spawn", "horovod", "bagua")
 #: Names, or their first parts, of strategies that no geartrain distribution has.
 _NO_STRATEGY = (
-    "deepspeed",
+    "deepspeed_",
     "ddp_sharded_spawn",
     "ddp_fully_sharded",
     "xla",

@@ -352,7 +352,7 @@ NOT_CALLED_OF_DATA = {
 NOT_SHIPPED = {
     "accelerator": ("tpu", "hpu", "ipu", "xla"),
     "strategy": (
-        *("ddp_sharded_spawn", "ddp_fully_sharded", "deepspeed", "tpu"),
+        *("ddp_sharded_spawn", "ddp_fully_sharded", "tpu"),
         *("tpu_spawn", "xla", "colossalai"),
     ),
 }
