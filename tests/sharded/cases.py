@@ -35,6 +35,21 @@ class Scaled(Net):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
 
 
+class Manual(Net):
+    """Steps two optimizers in turn, and clips by itself."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()[batch_idx % 2]
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.05)
+        optimizer.step()
+        return loss
+
+
 #: By name: the module's class and arguments, the trainer's options.
 CASES = {
     "adam": (Net, {"optimizer": "adam"}, {"max_epochs": 2}),
@@ -63,6 +78,9 @@ CASES = {
     "norms": (Net, {}, {"plugins": ["norms", "nan_guard", "model_summary"]}),
 }
 
+#: The same; each parameter must be in a unit.
+IN_UNITS = {"manual": (Manual, {"optimizer": "two"}, {})}
+
 #: Name -> the strategy and its options.
 STRATEGIES = {"fsdp": ("fsdp", UNITS), "ddp_sharded": ("ddp_sharded", {})}
 OTHERS = {"one unit": ("fsdp", {}), "copies": ("fsdp", {**UNITS, "shard_size": 1})}
@@ -70,7 +88,7 @@ OTHERS = {"one unit": ("fsdp", {}), "copies": ("fsdp", {**UNITS, "shard_size": 1
 
 def train(name, strategy="ddp", options=None, ranks=2):
     """Train on global batches of 12 samples; return losses of steps, metrics and weights."""
-    kind, made, of_trainer = CASES[name]
+    kind, made, of_trainer = {**CASES, **IN_UNITS}[name]
     module = kind(**made)
     curve = Curve("loss", "grad_norm") if name == "norms" else Curve()
     given = {**of_trainer, "plugins": [*of_trainer.get("plugins", []), curve]}

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 import geartrain as gt
 from geartrain.callbacks import ModelCheckpoint
 
-from .cases import CASES, OTHERS, STRATEGIES, UNITS, train
+from .cases import CASES, IN_UNITS, OTHERS, STRATEGIES, UNITS, Manual, train
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -53,6 +53,15 @@ def assert_as_ddp(found, way, name):
     for key, value in weights.items():
         assert type(value) is torch.Tensor
         torch.testing.assert_close(value, expected[key], rtol=rel, atol=rel)
+
+
+def train_in_units():
+    ways = {"ddp": ("ddp", None), "fsdp": ("fsdp", UNITS)}
+    return {way: {name: train(name, *given) for name in IN_UNITS} for way, given in ways.items()}
+
+
+def test_manual_optimisation_trains_units_as_ddp_does(tmp_path):
+    assert_as_ddp(results(tmp_path, train_in_units)[0], "fsdp", "manual")
 
 
 def test_after_a_run_other_ranks_have_no_weights(two_ranks):
@@ -229,8 +238,8 @@ class Reads(Net):
 
 
 def go_wrong(runs):
-    kinds = {"frozen": Net(freezes=True), "logs": Logs(), "reads": Reads()}
-    module, options = kinds.get(runs) or Skips(runs), {} if runs == "frozen" else UNITS
+    kinds = {"frozen": Net(freezes=True), "logs": Logs(), "reads": Reads(), "manual": Manual()}
+    module, options = kinds.get(runs) or Skips(runs), {} if runs in ("frozen", "manual") else UNITS
     trainer = one_trainer(strategy="fsdp", strategy_options=options, devices=2)
     trainer.fit(module, DataLoader(samples(), 6))
 
@@ -242,6 +251,10 @@ def go_wrong(runs):
         ("fewer", r"did not use these parameters in a step: extra.weight, extra.bias. Fix: "),
         ("logs", r"self.log\('norm'\): ranks have parts of this tensor. Fix: .full_tensor()"),
         ("reads", r"used parameters of a unit that it did not call.*Fix: --strategy.units CLASS"),
+        (
+            "manual",
+            r"parameters must be in units, and these are in none: first.weight, .* and 3 more",
+        ),
         ("frozen", r"requires_grad of second.weight was changed in a forward"),
     ],
 )

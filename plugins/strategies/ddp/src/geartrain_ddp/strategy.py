@@ -110,7 +110,8 @@ class DDPStrategy(ProcessGroupStrategy):
             UsageError: a ``fit`` in manual optimisation.
         """
         if (
-            run.command == "fit"
+            self.hookspecs is not None  # a strategy without buckets takes the hook away
+            and run.command == "fit"
             and run.mode == "manual"
             and (by := run.hooks.implementers("reduce_bucket"))
         ):

@@ -133,6 +133,8 @@ class FSDPStrategy(DDPStrategy):
         dtype = None if self.param_dtype is None else _DTYPES[self.param_dtype]
         mesh, self._plain = self._mesh(run), PlainModules(model)
         found = units(run.module, self.units, self.unit_parameters)
+        if run.mode == "manual":
+            self._refuse_manual(run, model, found, replicated)
         materializer = Materializer(run)
         if run.device.type == "cpu":
             return_freed_tensors()
@@ -154,6 +156,32 @@ class FSDPStrategy(DDPStrategy):
             model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
         self._usage, self._units = Usage(model, found), [*found, model]
         return model
+
+    @staticmethod
+    def _refuse_manual(
+        run: Run, model: nn.Module, found: Sequence[nn.Module], replicated: set[str]
+    ) -> None:
+        """Refuse parameters outside of units that ``manual_backward`` would not train.
+
+        ``fully_shard`` reduces their gradients in a backward after the model's forward. That of
+        manual optimisation is in it.
+
+        Raises:
+            UsageError: with their names.
+        """
+        inside = {id(each) for unit in found for each in unit.parameters()}
+        names = [
+            name.removeprefix("module.")
+            for name, each in model.named_parameters()
+            if id(each) not in inside and name not in replicated
+        ]
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise UsageError(
+                f"{run.plan.strategy.label}: in manual optimisation parameters must be in units, "
+                f"and these are in none: {', '.join(names[:5])}{more}. "
+                "Fix: --strategy fsdp --strategy.unit_parameters 1, or --strategy ddp"
+            )
 
     def _mesh(self, run: Run) -> DeviceMesh:
         size = self.shard_size or run.world.size
