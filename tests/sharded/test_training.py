@@ -239,6 +239,7 @@ class Reads(Net):
 
 def go_wrong(runs):
     kinds = {"frozen": Net(freezes=True), "logs": Logs(), "reads": Reads(), "manual": Manual()}
+    kinds["lbfgs"] = Net(optimizer="lbfgs")
     module, options = kinds.get(runs) or Skips(runs), {} if runs in ("frozen", "manual") else UNITS
     trainer = one_trainer(strategy="fsdp", strategy_options=options, devices=2)
     trainer.fit(module, DataLoader(samples(), 6))
@@ -255,6 +256,7 @@ def go_wrong(runs):
             "manual",
             r"parameters must be in units, and these are in none: first.weight, .* and 3 more",
         ),
+        ("lbfgs", r"LBFGS cannot step parameters of which each rank has a part. Fix: "),
         ("frozen", r"requires_grad of second.weight was changed in a forward"),
     ],
 )

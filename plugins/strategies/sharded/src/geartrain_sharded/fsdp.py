@@ -225,6 +225,19 @@ class FSDPStrategy(DDPStrategy):
         norm = yield
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
+    @hookimpl(wrapper=True)
+    def optimizer_step(self, run: Run, optimizer: Optimizer) -> Generator[None, Any, Any]:
+        try:
+            return (yield)
+        except RuntimeError as error:
+            if "sharding" not in str(error).lower() and "placement" not in str(error):
+                raise
+            raise TrainingError(
+                f"{run.plan.strategy.label}: {type(optimizer).__name__} cannot step parameters of "
+                "which each rank has a part. Fix: Adam, SGD or another one that computes each "
+                "element alone, or --strategy ddp"
+            ) from error
+
     @hookimpl
     def wrap_optimizer(self, run: Run, optimizer: Optimizer) -> Optimizer:
         optimizer.register_state_dict_post_hook(
