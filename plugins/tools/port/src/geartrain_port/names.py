@@ -76,6 +76,7 @@ TARGETS = {
     ("strategies", "DDP2Strategy"): "geartrain.strategies:DDP2Strategy",
     ("strategies", "DataParallelStrategy"): "geartrain.strategies:DataParallelStrategy",
     ("strategies", "FSDPStrategy"): "geartrain.strategies:FSDPStrategy",
+    ("strategies", "DeepSpeedStrategy"): "geartrain.strategies:DeepSpeedStrategy",
     ("strategies", "DDPShardedStrategy"): "geartrain.strategies:DDPShardedStrategy",
     ("strategies", "HorovodStrategy"): "geartrain.strategies:HorovodStrategy",
     ("strategies", "BaguaStrategy"): "geartrain.strategies:BaguaStrategy",
