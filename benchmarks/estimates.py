@@ -245,6 +245,13 @@ class Embeddings(Base):
         return self.head(torch.cat(rows, 1))
 
 
+class Tiny(Base):
+    """Shows what a run needs beside tensors; it is only in the table if it is named."""
+
+    def make(self, n: Any) -> None:
+        self.net = nn.Linear(n(1600), 1)
+
+
 MODELS = [
     *(MLP, LargeBatch, Accumulated, Momentum, Autoencoder, CNN, ResNet, GPT, Encoder, LSTM, GCN),
     Embeddings,

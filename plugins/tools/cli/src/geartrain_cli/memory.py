@@ -7,6 +7,7 @@ A dispatch mode sees each operation, and adds up the storages that are alive.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -497,6 +498,7 @@ class _Counting:
         if self._steps == 1:
             counter.peak, counter.on_peak = 0, lambda: self._split(run)
         counter.sent = 0.0
+        gc.collect()  # graphs of fake tensors have cycles, and those of a run do not
         with self.mode, counter:
             yield
         self._steps += 1
