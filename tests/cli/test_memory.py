@@ -120,6 +120,24 @@ def test_clipping_precision_and_data_modules_are_counted(memory, command):
     assert command("explain net.py --memory --json").facts["memory"]["parameters"] == 84
 
 
+def test_layers_that_are_copies_or_made_in_setup_are_counted_once(memory, write):
+    write(
+        "copied.py",
+        "import copy\nfrom net_of_adam import Net, nn\n"
+        "class Copied(Net):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.net = nn.Sequential(*[copy.deepcopy(each) for each in self.net])\n"
+        "class Late(Net):\n    def setup(self, stage):\n"
+        f"        layers = [nn.Linear({WIDTH}, {WIDTH}) for _ in range({LAYERS})]\n"
+        "        self.net = nn.Sequential(*layers)\n",
+    )
+    for strategy, ranks in (("single", 1), ("ddp", 2)):
+        plain = memory(strategy, ranks)
+        for name in ("Copied", "Late"):
+            found = memory(strategy, ranks, target=f"copied.py:{name}")
+            parts = ("parameters", "gradients", "optimizer_states", "activations")
+            assert [found[part] for part in parts] == [plain[part] for part in parts]
+
+
 def test_schedulers_see_the_length_of_the_training(command, write):
     scheduler = "torch.optim.lr_scheduler.OneCycleLR"
     write(

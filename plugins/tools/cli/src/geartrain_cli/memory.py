@@ -292,14 +292,16 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
+@torch.no_grad()
 def _apply(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
     """Do what ``nn.Module._apply`` does; that one cannot replace fake parameters."""
     made: dict[Any, Any] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None and parameter not in made:
-                value = function(parameter.detach())
-                made[parameter] = nn.Parameter(value, parameter.requires_grad)
+                value = function(parameter)
+                is_same = value is parameter
+                made[parameter] = value if is_same else nn.Parameter(value, parameter.requires_grad)
             part._parameters[name] = made.get(parameter)
         for name, buffer in part._buffers.items():
             part._buffers[name] = None if buffer is None else function(buffer)
@@ -469,11 +471,8 @@ class _Counting:
         # These two read values.
         run.logs.log = _do_nothing  # type: ignore[method-assign]
         run.coordinator.total_weight = lambda run, weight: weight  # type: ignore[method-assign]
-        for module in model.modules():  # those that setup() made, or arguments
-            for tensors in (module._parameters, module._buffers):
-                for name, tensor in tensors.items():
-                    if tensor is not None and not isinstance(tensor, FakeTensor):
-                        tensors[name] = self.mode.from_tensor(tensor)
+        _apply(model, self._faked)
+        gc.collect()  # the address of a storage may otherwise be that of a new one
         for tensor in (*model.parameters(), *model.buffers()):
             self.counter.track(tensor)
         before = set(self.counter.alive)
@@ -484,6 +483,14 @@ class _Counting:
             wrapped.reducer = _Reducer(wrapped.reducer)  # type: ignore[assignment]
         self._parameters = [*wrapped.parameters(), *wrapped.buffers()]
         return wrapped
+
+    def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of this mode. One that setup() made is real; a deepcopy has its own."""
+        if getattr(tensor, "fake_mode", None) is self.mode:
+            return tensor
+        with self.mode:
+            fake: torch.Tensor = tensor.detach()
+            return fake
 
     def _fakes(self) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any]
