@@ -147,15 +147,8 @@ class Model(gt.Module):
         workers = 0 if self.reference else int(self.case.workers[0])
         persistent = bool(workers) and self.case.workers.endswith("persistent")
         collate = collate_graphs if self.case.data == "graphs" else None
-        # docs/horovod.md, "Limits": a forked worker may hang
-        context = "forkserver" if workers and self.case.strategy == "horovod" else None
         return DataLoader(
-            data,
-            batch,
-            num_workers=workers,
-            persistent_workers=persistent,
-            collate_fn=collate,
-            multiprocessing_context=context,
+            data, batch, num_workers=workers, persistent_workers=persistent, collate_fn=collate
         )
 
     def train_dataloader(self):

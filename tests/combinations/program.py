@@ -5,7 +5,6 @@ Each rank saves its results to ``CASE/rank-N.pt``.
 
 import faulthandler
 import json
-import multiprocessing
 import sys
 import warnings
 from pathlib import Path
@@ -27,6 +26,4 @@ if __name__ == "__main__":
     faulthandler.dump_traceback_later(50, repeat=True)  # shows where a rank hangs
     # Ranks of ddp_spawn import the classes of a case as ``combinations.case``.
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    # Workers of forkserver are forks of a process that has imported these, not tests.
-    multiprocessing.set_forkserver_preload(["torch.utils.data", "geartrain_testing.thread_ranks"])
     main(*sys.argv[1:])

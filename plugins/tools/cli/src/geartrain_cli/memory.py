@@ -8,6 +8,7 @@ A dispatch mode sees each operation, and adds up the storages that are alive.
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -399,7 +400,9 @@ class _Counting:
             with self.mode, self.counter:
                 init(module, *args, **kwargs)
 
-        with _replaced(cls, "__init__", fake_init):
+        with _replaced(cls, "__init__", fake_init), warnings.catch_warnings():
+            # Of a deepcopy, which torch handles.
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             yield
 
     # --- the process and its group ----------------------------------------------------------------
