@@ -13,7 +13,7 @@ from regression import Net, one_trainer, samples
 
 
 class Groups(Net):
-    """Has two groups with rates of their own, momentum, frozen parameters and a scheduler."""
+    """Has two groups with different learning rates, momentum, frozen parameters and a scheduler."""
 
     def __init__(self):
         super().__init__(frozen=True)
@@ -67,7 +67,7 @@ def train(name, strategy="ddp", given=None):
 
 
 def train_all():
-    """Return what each case ends with, under ddp and each stage."""
+    """Return steps, metrics and weights of each case, under ddp and each stage."""
     found = {"ddp": {name: train(name) for name in CASES}}
     for stage in STAGES:
         found[stage] = {name: train(name, "deepspeed", options(stage)) for name in CASES}
@@ -110,7 +110,7 @@ def interchange():
     return found
 
 
-# --- what it refuses on the ranks -----------------------------------------------------------------
+# --- refused on the ranks -----------------------------------------------------------------
 
 
 class Whole(Net):

@@ -134,6 +134,7 @@ TRAINERS = [
         "strategy='ddp_find_unused_parameters_true'",
         'strategy="ddp", strategy_options={"find_unused_parameters": True}',
     ),
+    ("strategy='deepspeed_stage_3'", 'strategy="deepspeed", strategy_options={"stage": 3}'),
     ("strategy='ddp_notebook'", 'strategy="ddp_spawn", strategy_options={"start_method": "fork"}'),
     (
         "accelerator='gpu', devices=2, auto_select_gpus=True",

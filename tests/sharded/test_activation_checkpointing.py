@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import geartrain as gt
+from geartrain_tools.tuner.finder import left_out
 
 
 class Block(nn.Module):
@@ -55,6 +56,11 @@ def test_weights_are_equal_bit_for_bit_and_less_is_kept():
 
 def test_the_module_is_as_before_after_a_fit():
     assert not any("forward" in vars(part) for part in train(units="Block").modules())
+
+
+def test_the_batch_size_is_tuned_with_it():
+    given = {"activation_checkpointing": {"units": "Block"}}
+    assert left_out(one_trainer(plugins=[*given], plugin_options=given)) == []
 
 
 class Fails(Deep):

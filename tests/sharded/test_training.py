@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def train_all(strategies):
-    """Return what each case ends with, under ddp and sharded strategies."""
+    """Return losses, metrics and weights of each case, under ddp and sharded strategies."""
     ways = {"ddp": ("ddp", None), **strategies}
     return {way: {name: train(name, *given) for name in CASES} for way, given in ways.items()}
 
@@ -209,7 +209,7 @@ def test_a_tensor_that_reset_parameters_leaves_unset_is_an_error(tmp_path):
         assert "Positions.reset_parameters() does not set positions" in rank.error
 
 
-# --- what it refuses ------------------------------------------------------------------------------
+# --- refusals ------------------------------------------------------------------------------
 
 
 class Skips(Net):

@@ -32,6 +32,7 @@ def test_switches_are_those_that_are_on_or_off():
     assert set(SWITCHES) == {
         *("no_sync", "unused_parameters", "uneven_inputs", "sharded_loader"),
         *("multi_node", "identical_weights", "loopback_only", "weighted_loss", "recovers"),
+        "float64",
     }
 
 

@@ -260,6 +260,12 @@ WRONG = {
         "no_sync",
         capabilities={"no_sync": False},
     ),
+    "float64 works": Wrong(
+        "plain",
+        {EQUAL("sgd"): "declared unsupported and works"},
+        r"\[(sgd|adam)\]",
+        capabilities={"float64": False},
+    ),
     "sharded_loader works": Wrong(
         "plain",
         {

@@ -35,7 +35,7 @@ class Says(pl.Callback):
 trainer = Trainer(
     gpus=args.gpus,
     tpu_cores=8,
-    strategy="deepspeed_stage_2",
+    strategy="deepspeed_stage_2_offload",
     precision="16-true",
     barebones=True,
     logger=True,

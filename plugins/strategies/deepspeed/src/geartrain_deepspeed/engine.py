@@ -57,7 +57,7 @@ class Engine:
         self._gathered: Callable[..., Any] = deepspeed.zero.GatheredParameters
         names = {p: name for name, p in run.module.named_parameters()}
         self._names = {p: names.get(p, "") for _, group in self._groups for p in group}
-        self._frozen = [p for p in run.module.parameters() if not p.requires_grad]
+        self._frozen = {p: name for p, name in names.items() if not p.requires_grad}
         self._used: set[nn.Parameter] = set()
         self._handles = [p.register_post_accumulate_grad_hook(self._used.add) for p in self._names]
         self._root = _Root(run)
@@ -96,12 +96,13 @@ class Engine:
         Raises:
             TrainingError: a parameter has none, or was frozen or unfrozen.
         """
-        changed = [p for p in self._names if not p.requires_grad]
-        changed += [p for p in self._frozen if p.requires_grad]
+        changed = [name for p, name in self._names.items() if not p.requires_grad]
+        changed += [name for p, name in self._frozen.items() if p.requires_grad]
         if changed:
             raise TrainingError(
-                f"{self._label}: requires_grad of a parameter was changed, and DeepSpeed trains "
-                "those that it got at the start. Fix: freeze before fit, or --strategy fsdp"
+                f"{self._label}: requires_grad of {changed[0]} was changed, and DeepSpeed trains "
+                "the parameters that it got at the start. "
+                "Fix: freeze before fit, or --strategy fsdp"
             )
         unused = [name for p, name in self._names.items() if p not in self._used]
         self._used.clear()

@@ -5,6 +5,7 @@ It is imported in the ranks only: the import takes seconds, and chooses an accel
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from contextlib import suppress
@@ -40,11 +41,17 @@ def load(label: str, device: str) -> Any:
         message = f"{label}: this process uses DeepSpeed for {chosen}, and the run is on {device}"
         raise UsageError(f"{message}. Fix: DS_ACCELERATOR={device} in the environment")
     logger.setLevel("WARNING")  # it reports each of its settings, on each rank
+    logger.addFilter(_is_for_users)
     # torch 2.13 warns at each gather and reduction of stage 3.
     warnings.filterwarnings("ignore", ".*torch.distributed.*_tensor.*deprecated", FutureWarning)
     # An all-reduce in shared memory, which DeepSpeed would compile now, for the CPU alone.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
+
+
+def _is_for_users(record: logging.LogRecord) -> bool:
+    """Filter the warning that torch's optimizers are not DeepSpeed's: docs/deepspeed.md has it."""
+    return "untested optimizer" not in record.getMessage()
 
 
 def leave() -> None:

@@ -67,7 +67,8 @@ class DeepSpeedStrategy(DDPStrategy):
             {} if config is None else configuration.read(config, stage, "geartrain-deepspeed")
         )
         #: Read by the conformance kit.
-        self.capabilities = dict.fromkeys(("no_sync", "unused_parameters", "weighted_loss"), False)
+        unsupported = ("no_sync", "unused_parameters", "weighted_loss", "float64")
+        self.capabilities = dict.fromkeys(unsupported, False)
         self._engine: Engine | None = None
 
     # --- hooks ------------------------------------------------------------------------------------

@@ -59,18 +59,12 @@ class ActivationCheckpointing:
                 unit.forward = _twice(unit.forward)
         return (yield)
 
-    @hookimpl
-    def on_run_end(self) -> None:
-        self._restore()
-
-    @hookimpl
-    def on_exception(self) -> None:
-        self._restore()
-
-    def _restore(self) -> None:
+    @hookimpl(wrapper=True)
+    def teardown_process_group(self) -> Generator[None, Any, None]:
         for unit in self._changed:
             del unit.forward
         self._changed = []
+        yield
 
     def _chosen(self, module: nn.Module) -> list[nn.Module]:
         return [m for m in module.modules() if type(m).__name__ in self.units][:: self.every]

@@ -54,7 +54,7 @@ def command(
 
 
 def _predicted(request: Request) -> dict[str, Any]:
-    """Return the prediction of ``--memory``; what the target prints goes to standard error."""
+    """Return the prediction of ``--memory``; the target's output goes to standard error."""
     from geartrain_cli.memory import predict  # imports torch.distributed
 
     with printed_on_stderr():

@@ -244,7 +244,7 @@ class _Counter(TorchDispatchMode):
     def _communicate(self, func: Any, args: Any, result: Any) -> None:
         """Add the bytes that a rank sends in a ring: the mean of all ranks.
 
-        gloo gathers into a buffer of its own, and reduces and scatters by an all-reduce of a copy.
+        gloo gathers into a buffer of its own. It has no reduce-scatter: torch all-reduces a copy.
         """
         name, size = func.__name__, CollectiveOp.get_process_group(func, args).size()
         whole = max(
@@ -445,7 +445,7 @@ class _Counting:
 
     @hookimpl
     def barrier(self) -> None:
-        """Wait for no one."""
+        """Return at once: there is one process."""
 
     # --- data -------------------------------------------------------------------------------------
 
@@ -531,7 +531,7 @@ class _Counting:
             yield
 
     def _split(self, run: Run) -> None:
-        """Split what is alive now, at the peak."""
+        """Attribute the bytes that are alive at a peak."""
         alive = {key: size for key, (size, _) in self.counter.alive.items()}
         stepped = [
             p for each in run.optimizers for group in each.param_groups for p in group["params"]

@@ -191,6 +191,9 @@ OF_OPTIMIZERS = {
 
 #: Strategies of Lightning's registry -> geartrain's strategy and its options.
 SPELT = {
+    "deepspeed_stage_1": ("deepspeed", "{'stage': 1}"),
+    "deepspeed_stage_2": ("deepspeed", "{'stage': 2}"),
+    "deepspeed_stage_3": ("deepspeed", "{'stage': 3}"),
     "ddp_fork": ("ddp_spawn", "{'start_method': 'fork'}"),
     "ddp_notebook": ("ddp_spawn", "{'start_method': 'fork'}"),
     "ddp_find_unused_parameters_true": ("ddp", "{'find_unused_parameters': True}"),

@@ -45,6 +45,9 @@ class Capabilities:
     multi_node: bool = True
     #: All ranks have the same weights, bit for bit, after training.
     identical_weights: bool = True
+    #: Parameters of float64 train in float64. If declared off, weights need only have the digits of
+    #: float32.
+    float64: bool = True
     #: On one machine nothing listens on any address but loopback.
     loopback_only: bool = True
     #: If a rank's process dies, the run ends with the bits of one in which none has died. Off by

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from geartrain_testing.cases_training import uses
-from geartrain_testing.checks import assert_same_weights
+from geartrain_testing.checks import equal_weights
 from geartrain_testing.kit import ONE_DEVICE, TWO_NODES, Kit, fits, need
 from geartrain_testing.launching import HAS_PROC, LOOPBACK, free_port
 
@@ -99,9 +99,7 @@ class LaunchCases:
         (record,) = kit.report("sgd", ONE_DEVICE).ranks()
         expected = kit.reference("sgd", ONE_DEVICE).ranks()[0]
         if kit.can.convergence is None:
-            assert_same_weights(
-                record["weights"], expected["weights"], "the one rank", "one process"
-            )
+            equal_weights(kit, record, expected, "the one rank")
 
     @uses("sgd", start=TWO_NODES)
     def test_multi_node(self, kit: Kit) -> None:
@@ -127,12 +125,7 @@ class LaunchCases:
         if kit.can.convergence is None:
             expected = kit.reference("sgd", TWO_NODES).ranks()[0]
             for record in records:
-                assert_same_weights(
-                    record["weights"],
-                    expected["weights"],
-                    f"rank {record['rank']} of two nodes",
-                    "one process",
-                )
+                equal_weights(kit, record, expected, f"rank {record['rank']} of two nodes")
 
     @uses("listens")
     def test_loopback_only(self, kit: Kit) -> None:

@@ -55,6 +55,9 @@ class TrainingCases:
         if scenario == "weighted_loss":
             need(kit.can.weighted_loss, "weighted_loss is declared unsupported")
         equals_one_process(kit, scenario)
+        if scenario == "sgd" and not kit.can.float64:
+            weights = (of(scenario).ranks()[0]["weights"] for of in (kit.report, kit.reference))
+            assert differing(*weights), "float64 is declared unsupported and works"
         if scenario == "fit_twice":
             equals_one_process(kit, scenario, number=1)
         found, expected = kit.report(scenario).ranks(), kit.reference(scenario).ranks()[0]
