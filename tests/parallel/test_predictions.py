@@ -24,7 +24,9 @@ def ranks(outputs):
 
     def run(rank):
         hooks = SimpleNamespace(broadcast=lambda run, obj, src: broadcast(rank, obj, src))
-        return SimpleNamespace(world=gt.World(rank, len(outputs)), hooks=hooks)
+        size = len(outputs)
+        world = gt.World(rank, size, data_rank=rank, data_size=size)
+        return SimpleNamespace(world=world, hooks=hooks)
 
     functions = [
         lambda r=r: predictions.from_all_ranks(run(r), outputs[r], None)

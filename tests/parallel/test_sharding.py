@@ -24,7 +24,7 @@ def run_of(rank, size=4, seed=7, launcher="geartrain", **options):
     options = SimpleNamespace(**{"use_distributed_sampler": True, "seed": seed, **options})
     hooks = SimpleNamespace(broadcast=lambda run, obj, src: obj)
     return SimpleNamespace(
-        world=gt.World(rank, size),
+        world=gt.World(rank, size, data_rank=rank, data_size=size),
         plan=SimpleNamespace(options=options),
         hooks=hooks,
         cluster=SimpleNamespace(launcher=launcher),

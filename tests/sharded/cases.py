@@ -86,8 +86,8 @@ STRATEGIES = {"fsdp": ("fsdp", UNITS), "ddp_sharded": ("ddp_sharded", {})}
 OTHERS = {"one unit": ("fsdp", {}), "copies": ("fsdp", {**UNITS, "shard_size": 1})}
 
 
-def train(name, strategy="ddp", options=None, ranks=2):
-    """Train on global batches of 12 samples; return losses of steps, metrics and weights."""
+def train(name, strategy="ddp", options=None, ranks=2, batch=6):
+    """Train on batches of one rank of this size; return losses of steps, metrics and weights."""
     kind, made, of_trainer = {**CASES, **IN_UNITS}[name]
     module = kind(**made)
     curve = Curve("loss", "grad_norm") if name == "norms" else Curve()
@@ -95,6 +95,6 @@ def train(name, strategy="ddp", options=None, ranks=2):
     trainer = one_trainer(
         strategy=strategy, strategy_options=options, devices=ranks, seed=1, **given
     )
-    trainer.fit(module, DataLoader(samples(), 12 // ranks), DataLoader(samples(10), 2))
+    trainer.fit(module, DataLoader(samples(), batch), DataLoader(samples(10), 2))
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return curve.values, metrics, dict(module.state_dict())

@@ -209,7 +209,7 @@ def test_a_tensor_that_reset_parameters_leaves_unset_is_an_error(tmp_path):
         assert "Positions.reset_parameters() does not set positions" in rank.error
 
 
-# --- refusals ------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 class Skips(Net):

@@ -109,6 +109,16 @@ class TestFSDPWithCopiesOnFour(StrategyConformance):
     chosen = r"equals_one_process|identical|no_sync|resume|steps|unfr|types|weights"
 
 
+class TestTensorParallel(StrategyConformance):
+    """Its ranks have one model, so cases do not fit in which each rank has its own loss or data."""
+
+    strategy = "tensor_parallel"
+    program = "2 ranks"
+    options: ClassVar[dict[str, object]] = {"colwise": ["first", "second"], "rowwise": "last"}
+    chosen = r"equals_one_process|identical|resume|start|buffers|sharded_|samples|uneven|fit_v|left"
+    matrix = r"^(?!.*(\[sgd|\[weighted|resume))"
+
+
 TestGradientAllReduce = conforms("gradient_allreduce")
 TestGradientAllReduce.chosen = r"^(?!.*(error_in\[(?!training_step)|signal\[SIG(SEGV|TERM)))"
 TestGradientAllReduce.matrix = f"^(?!.*({OWN}|accumulation))|three"

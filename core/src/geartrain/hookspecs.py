@@ -56,8 +56,8 @@ def plan_processes(request: PlanRequest) -> Layout:
     Fired: while planning, in the starting process. Start nothing here.
     Arguments: ``request`` has the accelerator's name, the device indices on each node, and the
         number of nodes.
-    Returns: ``Layout(processes_per_node, devices_per_process)``, or ``Layout(None, 1)`` if a
-        launcher decides.
+    Returns: ``Layout(processes_per_node, devices_per_process, model_parallel_size)``; ``None``
+        processes if a launcher decides.
     Default: one process per device.
     """
 

@@ -43,11 +43,13 @@ class Layout:
     #: ``None`` if a launcher decides, as horovodrun does.
     processes_per_node: int | None
     devices_per_process: int = 1
+    #: Consecutive processes that have parts of one model, and so see the same data.
+    model_parallel_size: int = 1
 
     def is_whole(self) -> bool:
-        """True if both are whole numbers above 0."""
+        """True if these are whole numbers above 0."""
         processes = 1 if self.processes_per_node is None else self.processes_per_node
-        numbers = (self.devices_per_process, processes)
+        numbers = (self.devices_per_process, self.model_parallel_size, processes)
         return all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in numbers)
 
 
@@ -104,7 +106,8 @@ class Plan:
         """Samples that one optimizer step sees, over all processes and micro-batches."""
         if self.loader_batch_size is None or self.processes is None:
             return None
-        return self.loader_batch_size * self.processes * self.options.accumulate_grad_batches
+        data_size = self.processes // self.layout.model_parallel_size
+        return self.loader_batch_size * data_size * self.options.accumulate_grad_batches
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as in ``plan.json`` and ``explain --json``."""

@@ -17,6 +17,7 @@ _HOMES = {
     "FSDPStrategy": "fsdp",
     "HorovodStrategy": "horovod",
     "QAdamOptimizer": "bagua",
+    "TensorParallelStrategy": "tensor_parallel",
 }
 
 __getattr__ = partial(resolve, "strategy", __name__, homes=_HOMES)

@@ -21,7 +21,8 @@ from small_models import (
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
 from geartrain import GeartrainError, UsageError
-from geartrain.loop.run import Run
+from geartrain.parallel import SeveralRanks
+from geartrain.plugin_api import RankCoordinator
 
 
 class Configured(EvalNet):
@@ -438,8 +439,7 @@ def test_before_an_lbfgs_step_the_module_sees_gradients():
 @pytest.mark.parametrize("loss", [torch.tensor(1.0, requires_grad=True), 1.0])
 def test_a_closures_loss_is_the_mean_over_ranks_as_a_number_too(loss):
     hooks = SimpleNamespace(all_gather=lambda run, tensor: torch.stack([tensor, tensor + 2]))
-    run = SimpleNamespace(world=SimpleNamespace(size=2), device=torch.device("cpu"), hooks=hooks)
-    assert Run.mean_over_ranks(run, loss).item() == 2.0
-    assert Run.mean_over_ranks(run, None) is None
-    run.world.size = 1
-    assert Run.mean_over_ranks(run, loss) is loss
+    run = SimpleNamespace(device=torch.device("cpu"), hooks=hooks)
+    assert SeveralRanks().mean_loss(run, loss).item() == 2.0
+    assert SeveralRanks().mean_loss(run, None) is None
+    assert RankCoordinator().mean_loss(run, loss) is loss

@@ -258,8 +258,12 @@ class Ids(gt.Module):
 
 
 class Numbers(gt.DataModule):
+    def __init__(self, batch_size=4):
+        super().__init__()
+        self.batch_size = batch_size
+
     def train_dataloader(self):
-        return DataLoader(torch.arange(96.0).reshape(-1, 1), batch_size=4, shuffle=True)
+        return DataLoader(torch.arange(96.0).reshape(-1, 1), self.batch_size, shuffle=True)
 
 
 class Stateful(Numbers):
@@ -292,3 +296,36 @@ def test_each_sample_of_the_epoch_comes_once_with_another_number_of_ranks(
         rest, second = fit(ranks, tmp_path / f"step={step}.ckpt")
     assert set(done) | set(rest) == set(range(96)) == set(second)
     assert len(rest) < 96 - len(done) + ranks  # the last round of the shards is filled up
+
+
+@pytest.mark.parametrize(
+    ("before", "ranks", "batch_size"), [(2, 1, 8), (2, 3, 4), (2, 2, 8), (2, 2, 6), (1, 1, 8)]
+)
+def test_each_sample_comes_once_with_batches_of_another_size(tmp_path, before, ranks, batch_size):
+    def fit(ranks, batch_size, path=None, **options):
+        trainer, strategy = on_threads(ranks, seed=1, max_epochs=1, **options)
+        trainer.fit(Ids(), datamodule=Numbers(batch_size), ckpt_path=path)
+        return [i for run in strategy.runs for i in run.module.seen[0]]
+
+    every = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=2)
+    done = fit(before, 4, plugins=[every], max_steps=2)
+    with pytest.warns(UserWarning, match="each of its samples comes once"):
+        rest = fit(ranks, batch_size, tmp_path / "step=2.ckpt")
+    assert set(done) | set(rest) == set(range(96))
+    assert len(rest) < 96 - len(done) + ranks
+
+
+@pytest.mark.parametrize(("batch_size", "twice"), [(2, 0), (8, 0), (6, 2)])
+def test_one_process_resumes_with_batches_of_another_size(tmp_path, batch_size, twice):
+    def fit(batch_size, path=None, **options):
+        module = Ids()
+        one_trainer(seed=1, **options).fit(module, datamodule=Numbers(batch_size), ckpt_path=path)
+        return module.seen[0]
+
+    every = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=2)
+    done = fit(4, plugins=[every], max_steps=2)
+    message = "some of its samples may come twice" if twice else "each of its samples comes once"
+    with pytest.warns(UserWarning, match=message):
+        rest = fit(batch_size, tmp_path / "step=2.ckpt")
+    assert set(done) | set(rest) == set(range(96))
+    assert len(rest) == 96 - len(done) + twice

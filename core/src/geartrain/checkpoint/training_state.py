@@ -63,6 +63,7 @@ def training_state(run: Run, epochs: int) -> dict[str, Any]:
         "step": run.step,
         "epoch": epochs,
         "batch_idx": run.batch_idx if within else 0,
+        "batch_size": run.plan.loader_batch_size,
         "validated": within and run.stage == "validate",
         "batches_seen": run.loop.batches_seen,
         "optimizers": [
@@ -218,7 +219,7 @@ def check_resumable(run: Run, state: dict[str, Any], path: Path, may_be_done: bo
             raise UsageError(f"{message}, and {name}={end}. Fix: use a larger {name}")
         if run.world.rank == 0:
             warn(f"{message}, and {name}={end}. Nothing is trained")
-    total, same_size = run.stages["train"].batches[0], len(fit["ranks"]) == run.world.size
+    total, same_size = run.stages["train"].batches[0], _has_same_batches(run, fit)
     again = options.reload_dataloaders_every_n_epochs  # the loaders may be those of another epoch
     if same_size and not again and total is not None and fit["batch_idx"] > total:
         raise UsageError(
@@ -262,13 +263,13 @@ def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
         stage.set_seeds(fit["seeds"].get(name, []))
     run.step, run.epoch = fit["step"], fit["epoch"]
     run.loop.batches_seen = fit["batches_seen"]
-    ranks, size = fit["ranks"], run.world.size
-    parts = ranks[run.world.rank]["parts"] if len(ranks) == size else {}
+    ranks, size = fit["ranks"], run.world.data_size
+    parts = ranks[run.world.data_rank]["parts"] if len(ranks) == size else {}
     _load_parts(run, fit, parts, path)  # first: it may make the loaders again
-    if len(ranks) == size:
-        rank_state, batch_idx = ranks[run.world.rank], int(fit["batch_idx"])
+    if _has_same_batches(run, fit):
+        rank_state, batch_idx = ranks[run.world.data_rank], int(fit["batch_idx"])
     else:
-        wanted = f"the reader of a checkpoint of {len(ranks)} ranks"
+        wanted = f"the reader of a checkpoint of {len(ranks)} ranks or of other batches"
         other_size = import_from("geartrain_parallel.other_size", wanted)
         rank_state, batch_idx = other_size.position(run, fit)
     run.logs.load_state_dict(rank_state["logs"])
@@ -278,6 +279,12 @@ def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
     run.stages["train"].first = max(batch_idx - 1, 0)
     run.loop.validated = (run.epoch, batch_idx) if fit["validated"] else None
     _warn_of_replay(run, batch_idx)
+
+
+def _has_same_batches(run: Run, fit: dict[str, Any]) -> bool:
+    """True if ``batch_idx`` counts batches of the same samples as in this run."""
+    same_size = not fit["batch_idx"] or fit["batch_size"] == run.plan.loader_batch_size
+    return same_size and len(fit["ranks"]) == run.world.data_size
 
 
 def _warn_of_replay(run: Run, batch_idx: int) -> None:
@@ -357,7 +364,8 @@ def _load_parts(run: Run, fit: dict[str, Any], unshared: dict[str, Any], path: P
             if part.plugin is run.loop.source.datamodule:  # its loaders may depend on its state
                 run.remake_loaders(run.epoch, ("train", "validate"))
         else:
-            ranks = f" (it has one for each of {len(fit['ranks'])} ranks, not {run.world.size})"
+            count, size = len(fit["ranks"]), run.world.data_size
+            ranks = f" (it has one for each of {count} ranks, not {size})"
             message = f"no saved state for {part.info.label}{ranks if name in known else ''}"
             stateless.append(f"{message}, which starts from scratch")
     if absent := sorted(known - parts.keys()):

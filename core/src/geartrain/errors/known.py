@@ -29,7 +29,7 @@ geartrain-parallel plugin sync_batchnorm
 geartrain-port command port
 geartrain-resilience plugin chaos preemption remote restarts sentinel
 geartrain-session
-geartrain-sharded strategy ddp_sharded fsdp
+geartrain-sharded strategy ddp_sharded fsdp tensor_parallel
 geartrain-sharded plugin activation_checkpointing
 geartrain-spawn strategy ddp_spawn spawn
 geartrain-tensorboard plugin tensorboard

@@ -15,7 +15,7 @@ from geartrain.errors import TrainingError, UsageError, warn
 from geartrain.loop.evaluate import evaluate
 from geartrain.loop.losses import loss_in, weigh
 from geartrain.loop.optimizers import parameters_of, step_schedules, zero_grad
-from geartrain.loop.run import EpochIsOver
+from geartrain.loop.ranks import EpochIsOver
 from geartrain.loop.stages import end_all_workers
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def train_batch(run: Run, batch: Any, i: int, size: int) -> torch.Tensor | None:
     hooks, loop, last, batch_idx = run.hooks, run.loop, i == size - 1, run.batch_idx + i
     run.batch = batch
     if -1 in hooks.on_train_batch_start(run=run, batch=batch, batch_idx=batch_idx):
-        raise run.end_of_epoch()
+        run.coordinator.end_epoch(run)
     with hooks.micro_step(run=run, first=i == 0, last=last):
         output = hooks.forward(run=run, method="training_step", args=(batch, batch_idx))
         loss = output if isinstance(output, torch.Tensor) else loss_in(run, output)
@@ -99,7 +99,7 @@ def _closure_step(run: Run, gradients: Callable[[], torch.Tensor | None]) -> boo
         if loss is None:
             raise _NothingToStepOn
         run.hooks.on_before_optimizer_step(run=run, optimizer=optimizer)
-        return run.mean_over_ranks(loss)
+        return run.coordinator.mean_loss(run, loss)
 
     try:
         return run.hooks.optimizer_step(run=run, optimizer=optimizer, closure=closure) is not False

@@ -33,10 +33,8 @@ def loss_in(run: Run, output: Any) -> torch.Tensor | None:
         hint = "return the loss, a dict with it under 'loss', or None to skip the batch"
         raise TrainingError(f"training_step returned {message}. Fix: {hint}")
     if run.world.size > 1:
-        raise TrainingError(
-            f"training_step returned None on rank {run.world.rank}: "
-            "the other ranks would wait for its gradients."
-        )
+        message = f"training_step returned None on rank {run.world.rank}"
+        raise TrainingError(f"{message}: the other ranks would wait for its gradients.")
     return None
 
 

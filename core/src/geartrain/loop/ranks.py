@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from geartrain.metrics.local import LocalMetric, MetricOptions
 
 
+class EpochIsOver(Exception):
+    """``on_train_batch_start`` returned -1; ``train_epoch`` catches it."""
+
+
 class RankCoordinator:
     """The only rank. With several, ``geartrain.parallel.SeveralRanks`` replaces it.
 
@@ -58,6 +62,14 @@ class RankCoordinator:
             TrainingError: only some ranks' losses have weights, or a sum is negative or not finite.
         """
         return weight
+
+    def mean_loss(self, run: Run, loss: Any) -> Any:
+        """Return the mean of a closure's loss: with different ones, line searches would hang."""
+        return loss
+
+    def end_epoch(self, run: Run) -> None:
+        """End an epoch, as ``on_train_batch_start`` -> -1 asks; with several ranks an error."""
+        raise EpochIsOver
 
     def broadcast_buffers(self, run: Run) -> None:
         """Copy rank 0's buffers to all ranks: each rank's BatchNorm has other statistics."""

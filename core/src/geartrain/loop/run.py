@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,9 @@ class World:
     local_rank: int = 0
     local_size: int = 1
     node_rank: int = 0
+    #: Among those that see different data. Ranks that have parts of one model see the same.
+    data_rank: int = 0
+    data_size: int = 1
 
 
 def _no_stages() -> dict[str, Stage]:
@@ -117,10 +120,6 @@ class LoopState:
     #: Called after plugins and modules have torn down, before this process leaves the group.
     #: ``launch`` sets it, as above.
     report_teardown: Callable[[], None] = _do_nothing
-
-
-class EpochIsOver(Exception):
-    """``on_train_batch_start`` returned -1; ``train_epoch`` catches it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -275,18 +274,15 @@ class Run:
         owner = self.hooks.owner("setup_process_group")
         label = owner.label if owner else "geartrain"
         if not isinstance(world, World):
-            raise TrainingError(
-                f"{label}: setup_process_group returned {world!r}. "
-                "Fix: return geartrain.World(rank, size, local_rank, local_size, node_rank)"
-            )
-        self.world = world
+            hint = "return geartrain.World(rank, size, local_rank, local_size, node_rank)"
+            raise TrainingError(f"{label}: setup_process_group returned {world!r}. Fix: {hint}")
+        k = self.plan.layout.model_parallel_size
+        self.world = replace(world, data_rank=world.rank // k, data_size=world.size // k)
         planned = self.plan.processes
         if planned is not None and world.size != planned:
-            raise TrainingError(
-                f"the plan has {planned} processes, but setup_process_group of {label} made a "
-                f"world of {world.size}: each would train alone. Fix: let the strategy join all of "
-                "them, or devices=1"
-            )
+            message = f"the plan has {planned} processes, but setup_process_group of {label} made a"
+            hint = "let the strategy join all of them, or devices=1"
+            raise TrainingError(f"{message} world of {world.size}. Fix: {hint}")
         if world.size > 1:
             self.coordinator = self.hooks.make_coordinator(run=self)
 
@@ -383,30 +379,9 @@ class Run:
                     "torch.no_grad()"
                 ) from error
             if loss.numel() != 1:
-                message = (
-                    f"the loss must be one number, and this one has the shape {list(loss.shape)}"
-                )
+                message = f"the loss must be one number, and has the shape {list(loss.shape)}"
                 raise TrainingError(f"{message}. Fix: return its .mean() or .sum()") from error
             raise
-
-    def mean_over_ranks(self, loss: Any) -> Any:
-        """Return the mean of a closure's loss: with different ones, line searches would hang."""
-        import torch
-
-        if self.world.size == 1 or not isinstance(loss, torch.Tensor | float):
-            return loss
-        value = torch.as_tensor(loss, device=self.device).detach()
-        return torch.stack(list(self.hooks.all_gather(run=self, tensor=value))).mean()
-
-    def end_of_epoch(self) -> Exception:
-        """Return the exception for ``on_train_batch_start`` -> -1: with several ranks an error."""
-        if self.world.size > 1:
-            return TrainingError(
-                f"on_train_batch_start returned -1 on rank {self.world.rank}: the other ranks "
-                "would hang, waiting for its gradients. Fix: self.trainer.should_stop = True, or "
-                "limit_train_batches"
-            )
-        return EpochIsOver()
 
     def checkpoint(self, epochs: int) -> dict[str, Any]:
         """Return the contents of a checkpoint. Every rank calls this, and rank 0's is saved.

@@ -51,8 +51,8 @@ def work(run: Run, source: DataSource, start: InitialCheckpoint, local_rank: int
         run.loop.source, run.loop.start = source, start
         set_up_loaders(run)
         _set_up_model(run, start)
-        if options.seed is not None and run.world.rank:  # the same weights, but other dropout
-            seed_everything(options.seed + run.world.rank)
+        if options.seed is not None and run.world.data_rank:  # the same weights, but other dropout
+            seed_everything(options.seed + run.world.data_rank)
         module = PluginInfo(type(run.module).__name__, "core", None, None, "the user's module")
         run.hooks.add_methods(methods_of(run), module)
         run.hooks.freeze()

@@ -317,7 +317,7 @@ class MetricStore:
         run, specs = self._run, {m.name: m.spec for m in self._metrics.values() if m.weight}
         names = [n for n, spec in specs.items() if not spec.sync_dist and not spec.rank_zero_only]
         evaluates = run.stage in ("validate", "test")
-        if names and evaluates and run.world.size > 1 and run.world.rank == 0:
+        if names and evaluates and run.world.data_size > 1 and run.world.rank == 0:
             message = f"{run.stage}: {', '.join(names)} is of rank 0's part of the data alone"
             hint = "self.log(..., sync_dist=True) for all of it, or pass rank_zero_only=True"
             warn(f"{message}. Fix: {hint} if only rank 0 computes it")
@@ -535,9 +535,11 @@ def scalar(name: str, value: Any) -> Any:
         TrainingError: it is neither a number nor a tensor of one element.
     """
     if isinstance(value, torch.Tensor):
-        if hasattr(value, "full_tensor"):  # of a DTensor, item() is this rank's part of a sum
-            reason = f"self.log({name!r}): ranks have parts of this tensor"
-            raise TrainingError(f"{reason}. Fix: .full_tensor(), on all ranks")
+        if placements := getattr(value, "placements", None):  # item() is a rank's part
+            if not all(placement.is_replicate() for placement in placements):
+                reason = f"self.log({name!r}): ranks have parts of this tensor"
+                raise TrainingError(f"{reason}. Fix: .full_tensor(), on all ranks")
+            value = value.to_local()  # type: ignore[attr-defined]
         if value.numel() != 1:
             message = f"a metric is one number, and this tensor has the shape {list(value.shape)}"
             raise TrainingError(f"self.log({name!r}): {message}. Fix: .mean()?")

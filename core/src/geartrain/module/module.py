@@ -266,8 +266,8 @@ class Module(HyperparametersMixin, nn.Module):
                 then trains as one process does on the samples of all ranks.
 
         Returns:
-            The same nesting, with each tensor as ``[world_size, *shape]``, or as a list with one a
-            rank if first dimensions differ.
+            The same nesting, with each tensor as ``[ranks, *shape]``, of the ranks with different
+            data, or as a list with one a rank if first dimensions differ.
 
         Raises:
             RuntimeError: outside a run.

@@ -28,7 +28,7 @@ def warn_of(run: Run, fit: dict[str, Any], path: Path) -> None:
         fit: the checkpoint's ``"fit"``.
         path: its file.
     """
-    other_size = len(fit["ranks"]) != run.world.size
+    other_size = len(fit["ranks"]) != run.world.data_size
     if run.world.rank or run.loop.memory_checkpoint is not None or other_size:
         return
     pairs = [*_of_optimizers(run, fit), *_of_schedulers(run, fit)]

@@ -83,7 +83,7 @@ def of_rank_0(run: Run) -> tuple[Run, str]:
 
     The reason is empty if a ``fit`` can resume from the file.
     """
-    alone, size = _counted(run), run.world.size
+    alone, size = _counted(run), run.world.data_size
     alone.world, alone.coordinator = World(), _RankZero(size)
     for part in run.hooks.parts:
         keeps_state = callable(getattr(part.plugin, "state_dict", None))

@@ -164,7 +164,7 @@ class Throughput(PluginCallback):
                 figures[f"device/{name}"] = value / (
                     1 if name == "batches_per_sec" else run.plan.layout.devices_per_process
                 )
-                figures[f"global/{name}"] = value * run.world.size
+                figures[f"global/{name}"] = value * run.world.data_size
         if self._peak and "flops_per_sec" in speeds:
             figures["device/mfu"] = speeds["flops_per_sec"] / self._peak
         for name, value in figures.items():

@@ -78,8 +78,8 @@ class ThroughputMonitor(Throughput):
         for name, speed in speeds.items():
             share = 1 if name == "batches_per_sec" else devices
             figures[self.separator.join(("device", name))] = speed / share
-            if run.world.size > 1:
-                figures[name] = speed * run.world.size
+            if run.world.data_size > 1:
+                figures[name] = speed * run.world.data_size
         if self._peak and flops is not None:
             mfu = speeds["flops_per_sec"] / devices / self._peak
             figures[self.separator.join(("device", "mfu"))] = mfu

@@ -195,7 +195,7 @@ def _detached(metric: nn.Module) -> dict[int, torch.Tensor]:
 
 
 def _gather(run: Run, tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-    """Gather a tensor of a metric's state, one tensor per rank; torchmetrics calls this.
+    """Gather a tensor of a metric's state, of each rank with other data; torchmetrics calls this.
 
     A rank without samples has an empty float tensor; it takes the type and shape of the others.
     """
@@ -208,7 +208,8 @@ def _gather(run: Run, tensor: torch.Tensor, group: Any = None) -> list[torch.Ten
         )
         if tensor.numel() == 0:
             tensor = torch.empty(0, *shape, dtype=dtype, device=tensor.device)
-    return list(run.hooks.all_gather(run=run, tensor=tensor))
+    rows = list(run.hooks.all_gather(run=run, tensor=tensor))
+    return rows[:: run.world.size // run.world.data_size]
 
 
 # --- the metrics of a module ----------------------------------------------------------------------

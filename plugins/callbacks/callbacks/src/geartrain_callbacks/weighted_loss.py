@@ -41,7 +41,7 @@ class Weights:
                 "Fix: return the mean loss without 'weight', or use --strategy ddp"
             )
         # Ranks agree that losses have weights.
-        mean = float(run.coordinator.total_weight(run, number) or 0.0) / run.world.size
+        mean = float(run.coordinator.total_weight(run, number) or 0.0) / run.world.data_size
         self._run = run
         #: The weight that counts as 1 until all ranks' weights of a step are known. It is near the
         #: mean weight of the first batches, so that float16 does not overflow. It is a power of
@@ -83,7 +83,7 @@ class Weights:
             counted.
         """
         run, total = self._run, self._run.coordinator.total_weight(self._run, self._total)
-        unit = self._unit * run.world.size * size  # the strategy takes the mean over ranks
+        unit = self._unit * run.world.data_size * size  # the strategy takes the mean over ranks
         factor: Any = unit / total if isinstance(total, torch.Tensor) or total else 0.0
         if isinstance(factor, torch.Tensor):  # the CPU does not wait for it
             factor = factor.where(total > 0, 0.0)

@@ -39,6 +39,11 @@ def group(run: Run) -> None:
         )
 
 
+def of_data_ranks(run: Run, rows: Any) -> Any:
+    """Return the rows of ranks with different data, of a table or list with one of each rank."""
+    return rows[:: run.world.size // run.world.data_size]
+
+
 def gather_values(run: Run, values: torch.Tensor) -> torch.Tensor:
     """Implement ``log_sync``: ``[n]`` on the CPU -> ``[world_size, n]`` on the CPU."""
     group(run)
@@ -94,7 +99,10 @@ def broadcast_weights(run: Run, model: nn.Module) -> None:
 
 @torch.no_grad()
 def average_gradients(
-    run: Run, parameters: Sequence[nn.Parameter], changed: Sequence[bool]
+    run: Run,
+    parameters: Sequence[nn.Parameter],
+    changed: Sequence[bool],
+    process_group: dist.ProcessGroup | None = None,
 ) -> list[nn.Parameter]:
     """Replace gradients by their mean over ranks, in place.
 
@@ -107,6 +115,7 @@ def average_gradients(
         parameters: the same parameters on every rank, in the same order.
         changed: for each parameter, true if this rank has a gradient to average. A gradient is
             averaged if any rank has one.
+        process_group: the ranks; default: all.
 
     Returns:
         The parameters whose gradients were averaged.
@@ -117,7 +126,7 @@ def average_gradients(
     group(run)
     headers.announce_reduction(run)
     named = torch.tensor(changed, dtype=torch.int32, device=run.device)
-    dist.all_reduce(named, op=dist.ReduceOp.MAX)
+    dist.all_reduce(named, op=dist.ReduceOp.MAX, group=process_group)
     averaged = [
         parameter for parameter, by_any in zip(parameters, named.tolist(), strict=True) if by_any
     ]
@@ -135,10 +144,11 @@ def average_gradients(
         kind = (grad.dtype, grad.device)
         buckets.setdefault((*kind, filled.get(kind, 0) // _BUCKET), []).append(grad)
         filled[kind] = filled.get(kind, 0) + grad.numel() * grad.element_size()
+    size = dist.get_world_size(process_group)
     for grads in buckets.values():
         # Divide first, as DDP does, because the sum may overflow in 16 bits.
-        flat = torch.cat([grad.reshape(-1) for grad in grads]).div_(run.world.size)
-        dist.all_reduce(flat)
+        flat = torch.cat([grad.reshape(-1) for grad in grads]).div_(size)
+        dist.all_reduce(flat, group=process_group)
         means = torch.split(flat, [grad.numel() for grad in grads])
         for grad, mean in zip(grads, means, strict=True):
             grad.copy_(mean.view_as(grad))

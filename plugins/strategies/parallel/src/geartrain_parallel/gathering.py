@@ -10,12 +10,13 @@ from torch.autograd.function import once_differentiable
 
 from geartrain import Run, TrainingError
 from geartrain.plugin_api import warn
+from geartrain_parallel.collectives import of_data_ranks
 
 
 def gather(
     run: Run, tensors: list[torch.Tensor], sync_grads: bool
 ) -> list[torch.Tensor | list[torch.Tensor]]:
-    """Return each tensor of all ranks. Every rank must call this.
+    """Return each tensor of all ranks with other data. Every rank must call this.
 
     Args:
         run: this rank's run.
@@ -23,7 +24,8 @@ def gather(
         sync_grads: each rank's tensor gets the sum of its gradients on all ranks.
 
     Raises:
-        TrainingError: ranks have different numbers of tensors, or other tensors with gradients.
+        TrainingError: ranks have different numbers of tensors, or other tensors with gradients; or
+            ranks have parts of one model, and gradients are wanted.
     """
     differentiable = [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors]
     synced = bytes(differentiable) if sync_grads else bytes(len(tensors))
@@ -45,8 +47,15 @@ def gather(
             "all_gather: a tensor requires gradients, and the result has none. "
             "Fix: sync_grads=True to train on it, or .detach() the tensor"
         )
+    if any(synced) and run.world.data_size < run.world.size:
+        raise TrainingError(
+            f"all_gather(..., sync_grads=True): {run.plan.strategy.label} has ranks with parts of "
+            "one model, whose gradients would be added up. Fix: --strategy fsdp"
+        )
     return [
-        _with_gradients(run, tensor) if wanted else run.hooks.all_gather(run=run, tensor=tensor)
+        _with_gradients(run, tensor)
+        if wanted
+        else of_data_ranks(run, run.hooks.all_gather(run=run, tensor=tensor))
         for tensor, wanted in zip(tensors, synced, strict=True)
     ]
 

@@ -13,6 +13,7 @@ import torch
 
 from geartrain import Run, TrainingError
 from geartrain.plugin_api import LocalMetric, MetricOptions, reductions
+from geartrain_parallel.collectives import of_data_ranks
 
 
 def sync(
@@ -47,7 +48,8 @@ def sync(
         for name in numbers
         for number in ((shares[name].total, shares[name].weight) if name in shares else (0.0, 0))
     ]
-    table = run.hooks.log_sync(run=run, values=torch.tensor(vector, dtype=torch.float64)).tolist()
+    table = run.hooks.log_sync(run=run, values=torch.tensor(vector, dtype=torch.float64))
+    table = of_data_ranks(run, table.tolist())
     values = {
         name: reductions.value(
             spec.reduce_fx, [row[2 * i] for row in table], [row[2 * i + 1] for row in table]
@@ -70,9 +72,10 @@ def _apply_functions(
     """Return the results of users' functions on every rank's values, rank by rank."""
     samples = [shares[name].samples if name in shares else [] for name in names]
     own = torch.tensor([len(values) for values in samples], dtype=torch.float64)
-    counts = run.hooks.log_sync(run=run, values=own).long().tolist()
+    counts = of_data_ranks(run, run.hooks.log_sync(run=run, values=own).long().tolist())
     flat = torch.tensor([value for values in samples for value in values], dtype=torch.float64)
-    ranks = [part.tolist() for part in run.hooks.all_gather(run=run, tensor=flat)]
+    gathered = run.hooks.all_gather(run=run, tensor=flat)
+    ranks = [part.tolist() for part in of_data_ranks(run, gathered)]
     values = []
     for i, name in enumerate(names):
         every = [

@@ -1,4 +1,4 @@
-"""Resume a ``fit`` in a world of another size than that in which the checkpoint was saved."""
+"""Resume a ``fit`` with another number of ranks, or with batches of another size, than before."""
 
 from __future__ import annotations
 
@@ -17,29 +17,37 @@ def position(run: Run, fit: dict[str, Any]) -> tuple[dict[str, Any], int]:
     Args:
         fit: the checkpoint's ``"fit"``.
     """
-    ranks, rank = fit["ranks"], run.world.rank
+    ranks, rank = fit["ranks"], run.world.data_rank
     kept = ranks[rank] if rank < len(ranks) else {}
     logs = {**ranks[0]["logs"], "epoch": None}
     state = {"random": kept.get("random"), "began": kept.get("began"), "logs": logs, "parts": {}}
-    seeds = fit["seeds"].get("train", [])
-    return state, _batches(run, len(ranks), int(fit["batch_idx"]), seeds)
+    return state, _batches(run, fit)
 
 
-def _batches(run: Run, before: int, done: int, seeds: list[list[int]]) -> int:
+def _batches(run: Run, fit: dict[str, Any]) -> int:
     """Return the position of this rank; let the epoch go on with the samples that are not done."""
-    current, stage = run.world.size, run.stages["train"]
-    batches, total = done * before // current, stage.batches[0]
+    before, current, stage = len(fit["ranks"]), run.world.data_size, run.stages["train"]
+    loader: Any = stage.loaders[0]
+    shard = next((each for each in stage.samplers() if isinstance(each, StridedShard)), None)
+    saved_size: int | None = fit["batch_size"]
+    size = run.plan.loader_batch_size
+    in_order = fit["seeds"].get("train", []) == stage.seeds()
+    if size is None or saved_size is None or (shard is not None and loader.sampler is not shard):
+        in_order &= saved_size == size
+        saved_size = size = 1  # count batches: their size is unknown, or the shard has whole ones
+    done = int(fit["batch_idx"]) * before * saved_size
+    batches, total = done // (current * size), stage.batches[0]
     if total is not None:  # shards are padded: the smaller world's epoch may be shorter
         batches = min(batches, total)
     if not done:
         return batches
-    loader: Any = stage.loaders[0]
-    shard = next((each for each in stage.samplers() if isinstance(each, StridedShard)), None)
-    message = f"the checkpoint was saved by {before} ranks after {done} batches of an epoch, which "
-    message += f"{current} ranks resume after {batches}: "
-    if shard is not None and seeds == stage.seeds() and length(shard.sampler) is not None:
-        items = loader.batch_size if loader.sampler is shard else 1
-        shard.left_out = {run.epoch: range(batches * current * items, done * before * items)}
+    message = f"the checkpoint was saved by {before} ranks after {fit['batch_idx']} batches of an "
+    message += f"epoch, which {current} ranks resume after {batches}: "
+    done_again = range(batches * current * size, done)
+    if in_order and shard is not None and length(shard.sampler) is not None:
+        shard.left_out = {run.epoch: done_again}
+        message += "each of its samples comes once"
+    elif in_order and before == current and not done_again:
         message += "each of its samples comes once"
     else:
         message += "some of its samples may come twice or not at all"

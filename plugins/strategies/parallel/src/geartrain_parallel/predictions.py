@@ -13,6 +13,7 @@ import torch
 
 from geartrain import Run, TrainingError
 from geartrain.plugin_api import Stage, map_tensors
+from geartrain_parallel.collectives import of_data_ranks
 
 #: Bytes of outputs per broadcast: all outputs of a rank may not fit into a device's free memory.
 _CHUNK = 64 * 2**20
@@ -38,6 +39,7 @@ def from_all_ranks(run: Run, mine: list[Any], loader: Any) -> list[Any]:
             )
             if chunks is None:
                 outputs += map(pickle.loads, chunk)
+    ranks = of_data_ranks(run, ranks)
     if Stage.in_turn(loader) is None:
         return list(chain(*ranks))
     return [

@@ -23,6 +23,7 @@ from geartrain.plugin_api import (
     warn,
 )
 from geartrain_parallel import gathering, metrics as metrics_of_ranks, predictions
+from geartrain_parallel.collectives import of_data_ranks
 from geartrain_parallel.uneven_inputs import (
     is_sure,
     repeated,
@@ -134,7 +135,20 @@ class SeveralRanks(RankCoordinator):
                 f"the weights of rank {int(bad.nonzero()[0])} are negative, infinite or NaN. "
                 "Fix: return the number of samples or tokens that the loss sums"
             )
-        return None if weight is None else float(total.sum())
+        return None if weight is None else float(of_data_ranks(run, total).sum())
+
+    def mean_loss(self, run: Run, loss: Any) -> Any:
+        if not isinstance(loss, torch.Tensor | float):
+            return loss
+        value = torch.as_tensor(loss, device=run.device).detach()
+        return torch.stack(list(run.hooks.all_gather(run=run, tensor=value))).mean()
+
+    def end_epoch(self, run: Run) -> None:
+        raise TrainingError(
+            f"on_train_batch_start returned -1 on rank {run.world.rank}: the other ranks would "
+            "hang, waiting for its gradients. Fix: self.trainer.should_stop = True, or "
+            "limit_train_batches"
+        )
 
     def broadcast_buffers(self, run: Run) -> None:
         # Also without buffers: a module may register them on some ranks only.
@@ -149,8 +163,8 @@ class SeveralRanks(RankCoordinator):
         return predictions.from_all_ranks(run, mine, loader)
 
     def gather_states(self, run: Run, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        ranks = [mine]
-        for rank in range(1, run.world.size):  # one rank at a time, to use less memory
+        ranks, step = [mine], run.world.size // run.world.data_size
+        for rank in range(step, run.world.size, step):  # one at a time, to use less memory
             received = run.hooks.broadcast(
                 run=run, obj=mine if run.world.rank == rank else None, src=rank
             )

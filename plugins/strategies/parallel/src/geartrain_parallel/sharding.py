@@ -119,20 +119,24 @@ def shard(run: Run, loader: Iterable[Any], stage: str) -> Iterable[Any]:
         loader: the user's loader.
         stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
     """
-    rank, size = run.world.rank, run.world.size
+    rank, size = run.world.data_rank, run.world.data_size
     # A launcher such as torchrun may start more ranks the next time, and the run goes on in the
     # order of this epoch.
-    alone = size == 1 and (run.cluster is None or run.cluster.launcher == "geartrain")
+    alone = run.world.size == 1 and (run.cluster is None or run.cluster.launcher == "geartrain")
     if alone or not run.plan.options.use_distributed_sampler:
         return loader
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        if size == 1:  # ranks that have one model together
+            return loader
         message = type(getattr(loader, "dataset", loader)).__name__
         result = ""
         if stage == "predict":
             result = ". predict returns the outputs of rank 0, then those of rank 1, and so on"
+        peers = run.world.size // size
+        rank_name = "self.trainer.global_rank" + (f" // {peers}" if peers > 1 else "")
         warn(
             f"{message} cannot be sharded: every rank sees all of it, unless it shards itself by "
-            f"self.trainer.global_rank{result}"
+            f"{rank_name}{result}"
         )
         return loader
     batches = loader.batch_sampler

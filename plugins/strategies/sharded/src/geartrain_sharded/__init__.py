@@ -1,8 +1,9 @@
-"""The strategies ``fsdp`` and ``ddp_sharded`` for geartrain."""
+"""The strategies ``fsdp``, ``ddp_sharded`` and ``tensor_parallel`` for geartrain."""
 
 from __future__ import annotations
 
 from geartrain_sharded._version import __version__
 from geartrain_sharded.fsdp import DDPShardedStrategy, FSDPStrategy
+from geartrain_sharded.tensor_parallel import TensorParallelStrategy
 
-__all__ = ["DDPShardedStrategy", "FSDPStrategy", "__version__"]
+__all__ = ["DDPShardedStrategy", "FSDPStrategy", "TensorParallelStrategy", "__version__"]

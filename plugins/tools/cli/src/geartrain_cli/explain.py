@@ -118,11 +118,11 @@ def _changed(plan: Plan) -> str:
 def _batch_size(plan: Plan) -> tuple[str, str]:
     if plan.per_device_batch is None:
         return "known when the loaders are made", "the data has no batch_size option"
-    factors = (
-        (len(plan.devices), "devices"),
-        (plan.num_nodes, "nodes"),
-        (plan.options.accumulate_grad_batches, "accumulated"),
-    )
+    factors = [(len(plan.devices), "devices"), (plan.num_nodes, "nodes")]
+    size = plan.layout.model_parallel_size
+    if size > 1 and plan.processes is not None:
+        factors = [(plan.processes // size, "models")]
+    factors.append((plan.options.accumulate_grad_batches, "accumulated"))
     more = "".join(f" × {number} {message}" for number, message in factors if number > 1)
     return f"global {plan.global_batch}", f"{plan.per_device_batch} per device{more}"
 

@@ -126,7 +126,7 @@ class Stepper:
             loss = closure()
             self._gradients()
             self._reduced = None
-            losses.append(run.mean_over_ranks(loss))
+            losses.append(run.coordinator.mean_loss(run, loss))
             return losses[-1]
 
         self.stepped = (

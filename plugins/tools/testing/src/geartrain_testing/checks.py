@@ -61,7 +61,8 @@ def equals_one_process(kit: Kit, scenario: str, number: int = 0) -> None:
     rtol, atol = tolerances(kit)
     off = differing(ours[0]["weights"], one["weights"], rtol, atol)
     say = (
-        f"{_say(curve, expected, rtol, atol)}\nweights on rank 0 that differ, with the difference: {off}"
+        f"{_say(curve, expected, rtol, atol)}\n"
+        f"weights on rank 0 that differ, with the difference: {off}"
         f"{_convergence(kit, ours, expected)}"
     )
     torch.testing.assert_close(

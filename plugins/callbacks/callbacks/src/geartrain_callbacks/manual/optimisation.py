@@ -109,7 +109,7 @@ class ManualOptimisation:
         hooks, (run.batch,) = run.hooks, micro_batches  # check_plan refuses accumulation
         place = {"run": run, "batch": run.batch, "batch_idx": run.batch_idx}
         if -1 in hooks.on_train_batch_start(**place):
-            raise run.end_of_epoch()
+            run.coordinator.end_epoch(run)
         with hooks.micro_step(run=run, first=True, last=True):
             run.loop.step_output = hooks.forward(
                 run=run, method="training_step", args=(run.batch, run.batch_idx)
@@ -229,7 +229,7 @@ class ManualOptimisation:
             with again:
                 loss = closure()
             ready()
-            losses.append(run.mean_over_ranks(loss))
+            losses.append(run.coordinator.mean_loss(run, loss))
             return losses[-1]
 
         with self._without_autocast():
