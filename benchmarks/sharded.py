@@ -1,9 +1,10 @@
-"""Memory of each rank for a model of 100 million parameters with Adam: ddp, fsdp, ddp_sharded.
+"""Memory of each rank for a model of 100 million parameters with Adam, by strategy.
 
 Each rank prints the peak of its resident memory above that before the model was made, and after
 the fit again, when rank 0 has gathered the weights. The formulas are 16 bytes for each parameter
 under ddp (parameters, gradients, two states of Adam); under fsdp a part of that and the largest
-layer; under ddp_sharded 4 bytes and a part of 16.
+layer; under ddp_sharded 4 bytes and a part of 16; under tensor_parallel a part of 16. There every
+second layer is split by columns, and the others by rows.
 
     python benchmarks/sharded.py [--devices 2,4] [--layers 24] [--width 2048]
 
@@ -75,7 +76,10 @@ before = resident("VmRSS")
 if __name__ == "__main__":
     with torch.device("meta" if meta else "cpu"):
         module = Net(layers, width)
-    options = {"enable_progress_bar": False, "use_distributed_sampler": False}
+    options = {"enable_progress_bar": False, "use_distributed_sampler": False, "seed": 1}
+    if strategy == "tensor_parallel":
+        names = [f"net.{number}" for number in range(layers)]
+        options["strategy_options"] = {"colwise": names[::2], "rowwise": names[1::2]}
     plugins = [Memory()]
     if limit:
         plugins, options["output"] = [Limit()], "run"
@@ -91,8 +95,7 @@ def peaks(
     file: Path, strategy: str, devices: int, options: argparse.Namespace
 ) -> dict[str, object]:
     """Return MiB of each rank at the end of training, and the most after the fit."""
-    # Each tensor has its own pages, which are returned when it is freed.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     meta = str(int(options.meta and strategy != "ddp"))
     command = [sys.executable, str(file), strategy, str(devices), str(options.layers)]
     done = subprocess.run(
@@ -113,6 +116,7 @@ def peaks(
         "ddp": 4 * whole,
         "fsdp": 4 * whole / devices + layer,
         "ddp_sharded": whole + 4 * whole / devices,
+        "tensor_parallel": 4 * whole / devices,
     }[strategy]
     return {
         "MiB by rank": ranks,
@@ -171,7 +175,7 @@ def main() -> None:
         facts: dict[str, object] = {
             f"{strategy} {devices}": peaks(file, strategy, devices, options)
             for devices in map(int, options.devices.split(","))
-            for strategy in ("ddp", "fsdp", "ddp_sharded")
+            for strategy in ("ddp", "fsdp", "ddp_sharded", "tensor_parallel")
             if not options.limit
         }
         if options.limit:

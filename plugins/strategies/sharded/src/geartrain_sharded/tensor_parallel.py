@@ -39,6 +39,7 @@ from geartrain.plugin_api import map_tensors, nearest
 from geartrain_sharded.dtensor_strategy import DTensorStrategy
 from geartrain_sharded.materialize import Materializer
 from geartrain_sharded.plain import PlainModules
+from geartrain_sharded.tensors import return_freed_tensors
 
 #: Class -> for colwise and for rowwise, the dimension in which each parameter is split. They are
 #: those of torch's ColwiseParallel and RowwiseParallel.
@@ -154,6 +155,8 @@ class TensorParallelStrategy(DTensorStrategy):
         self._mesh = init_device_mesh(run.device.type, shape, mesh_dim_names=("data", "model"))
         self._plain = PlainModules(model)
         splits = self._splits(run.module, run.plan.strategy.label)
+        if run.device.type == "cpu":
+            return_freed_tensors()
         materializer, made = Materializer(run), dict[nn.Parameter, nn.Parameter]()
         # Before a submodule on the meta device is filled, which makes new parameters.
         parts = [(part, list(part._parameters.items())) for part in model.modules()]
