@@ -11,6 +11,7 @@ from several_ranks import failed, kept_by, results
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
+from torchmetrics import MeanSquaredError, SumMetric
 
 import geartrain as gt
 from geartrain.callbacks import ModelCheckpoint
@@ -199,6 +200,32 @@ def test_all_gather_has_a_row_for_each_rank_with_other_data(tmp_path):
     expected = results(tmp_path / "ddp", gather_in_validation, "ddp", None, 2)[0]
     assert found == pytest.approx(expected)
     assert found["rows"] == 2.0
+
+
+class Measures(Net):
+    def __init__(self):
+        super().__init__()
+        self.error, self.count = MeanSquaredError(), SumMetric()
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.error(self(x), y)
+        self.count(float(len(x)))
+        self.log("error", self.error)
+        self.log("count", self.count)
+
+
+def measure(strategy, options, devices):
+    trainer = one_trainer(strategy=strategy, strategy_options=options, devices=devices)
+    (found,) = trainer.validate(Measures(), DataLoader(samples(11), 2))
+    return found
+
+
+def test_objects_of_torchmetrics_count_each_sample_once(tmp_path):
+    options = {**LAYERS, "size": 2}
+    found = results(tmp_path, measure, "tensor_parallel", options, 4, ranks=4)[0]
+    assert found == pytest.approx(measure("single", None, 1))
+    assert found["count"] == 11.0
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
