@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanSquaredError, SumMetric
 
 import geartrain as gt
-from geartrain.callbacks import ModelCheckpoint
+from geartrain.callbacks import ModelCheckpoint, PredictionWriter
 
 from .cases import CASES, IN_UNITS, train
 
@@ -178,6 +178,25 @@ def test_a_module_on_the_meta_device_gets_weights(tmp_path):
     weights = results(tmp_path, make_on_meta)[0]
     assert all(value.isfinite().all() for value in weights.values())
     assert weights["first.weight"].std() > 0.1
+
+
+def write_predictions():
+    writer = PredictionWriter("predictions", "epoch")
+    trainer = one_trainer(
+        strategy="tensor_parallel",
+        strategy_options={**LAYERS, "size": 2},
+        devices=4,
+        callbacks=[writer],
+    )
+    trainer.predict(Net(), DataLoader(samples(11), 2), return_predictions=False)
+
+
+def test_predictions_are_written_once(tmp_path):
+    results(tmp_path, write_predictions, ranks=4)
+    files = sorted((tmp_path / "predictions").iterdir())
+    assert [file.name for file in files] == ["rank-0.pt", "rank-2.pt"]
+    indices = [i for file in files for batch in torch.load(file)["indices"] for i in batch]
+    assert sorted(indices) == list(range(11))
 
 
 class Gathers(Net):

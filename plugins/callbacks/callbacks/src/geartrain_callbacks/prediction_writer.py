@@ -106,7 +106,7 @@ class BasePredictionWriter(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         assert self._geartrain_run is not None
-        if self._geartrain_run.repeating:
+        if self._geartrain_run.repeating or not self._writes():
             return
         coming = self._coming[dataloader_idx]
         indices = None if coming is None else coming.popleft()
@@ -118,8 +118,14 @@ class BasePredictionWriter(Callback):
             self._outputs[dataloader_idx].append(map_tensors(outputs, torch.Tensor.cpu))
             self._indices[dataloader_idx].append(indices)
 
+    def _writes(self) -> bool:
+        """True on the first of the ranks that have one model together, which see the same data."""
+        assert self._geartrain_run is not None
+        world = self._geartrain_run.world
+        return world.rank % (world.size // world.data_size) == 0
+
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
-        if self.on_epoch:
+        if self.on_epoch and self._writes():
             is_single = len(self._outputs) == 1
             outputs = self._outputs[0] if is_single else self._outputs
             self.write_on_epoch_end(
