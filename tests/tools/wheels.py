@@ -36,7 +36,7 @@ CLI = Requirement("geartrain-cli")
 GROUPS = {
     f"geartrain.{kind}s": kind for kind in ("accelerator", "command", "plugin", "precision")
 } | {"geartrain.strategies": "strategy"}
-#: Required options of plugins.
+#: Required options of plugins and strategies.
 OPTIONS = {
     "accumulation_scheduler": ["--accumulation_scheduler.scheduling", '{"0": 2}'],
     "activation_checkpointing": ["--activation_checkpointing.units", "Linear"],
@@ -47,6 +47,7 @@ OPTIONS = {
     "prediction_writer": ["--prediction_writer.output_dir", "predictions"],
     "remote": ["--remote.url", "memory://run"],
     "swa": ["--swa.swa_lrs", "0.1", "--swa.swa_epoch_start", "1"],
+    "tensor_parallel": ["--strategy.colwise", "net"],
     "timer": ["--timer.duration", "00:01:00:00"],
     "wandb": ["--wandb.mode", "offline"],
 }
@@ -371,9 +372,9 @@ def check(
         said.append(fit(there, folder, ["--accelerator", "cpu", *chosen], "+".join(selected)))
     if not requirement.extras:  # those of an extra's distributions are tested without it
         for name in of_kind["strategy"]:
-            ranks = [] if name == "single" else ["--devices", "2"]
+            options = [*([] if name == "single" else ["--devices", "2"]), *OPTIONS.get(name, ())]
             said.append(
-                fit(there, folder, ["--accelerator", "cpu", "--strategy", name, *ranks], name)
+                fit(there, folder, ["--accelerator", "cpu", "--strategy", name, *options], name)
             )
         said += [
             fit(there, folder, ["--accelerator", name], name) for name in of_kind["accelerator"]
