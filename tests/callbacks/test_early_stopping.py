@@ -21,6 +21,7 @@ def run_on(values, val=True, every=1.0, **options):
 
     options = {"monitor": "metric", **options}
     names = ("log_every_n_steps", "check_val_every_n_epoch", "max_epochs", "num_sanity_val_steps")
+    names += ("output",)
     of_trainer = {name: options.pop(name) for name in names if name in options}
     callback = EarlyStopping(**options)
     module = Logging(validate=logs) if val else Logging(train=logs)
@@ -158,19 +159,20 @@ def test_not_strict_it_warns_once_and_continues():
     assert len(warned) == 1
 
 
-def test_its_state_continues_the_count():
-    first, _ = run_on([5, 4, 4], max_epochs=3, patience=3)
+def test_a_fit_that_resumes_continues_the_count(tmp_path):
+    first, _ = run_on([5, 4, 4], max_epochs=3, patience=3, output=tmp_path)
     state = first.state_dict()
     assert (state["wait_count"], state["best_score"]) == (1, 4)
     again = EarlyStopping("metric", patience=3)
-    again.load_state_dict(state)
     module = Logging(validate=lambda self, batch, i: self.log("metric", 4.0))
-    assert fit(module, val=loader(), max_epochs=9, plugins=[again]).current_epoch == 2
+    resumed = make_trainer(max_epochs=9, plugins=[again], output=tmp_path)
+    resumed.fit(module, loader(), loader(), ckpt_path="last")
+    assert resumed.current_epoch == 5
 
 
 def test_the_next_fit_is_not_ended_by_the_last_ones_stop():
-    callback, trainer = run_on([5], patience=1)
-    assert trainer.current_epoch == 2
-    callback.patience = 4
-    trainer.fit(Logging(validate=lambda self, *_: self.log("metric", 5.0)), loader(), loader())
-    assert trainer.current_epoch == 3
+    callback, one = run_on([5], patience=1)
+    assert one.current_epoch == 2
+    callback.patience = 2
+    one.fit(Logging(validate=lambda self, *_: self.log("metric", 7.0)), loader(), loader())
+    assert (one.current_epoch, callback.best_score) == (3, 7)

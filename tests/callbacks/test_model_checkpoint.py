@@ -386,14 +386,14 @@ def test_a_file_that_the_user_deleted_causes_no_error(tmp_path):
     assert list(steps_of(tmp_path)) == ["step=12.ckpt"]
 
 
-def test_a_second_fit_continues_with_the_best(tmp_path):
-    one = ModelCheckpoint("metric", dirpath=tmp_path, filename="{step}", save_top_k=2)
-    left = [3.0, 5.0, 4.0]
+def test_a_second_fit_starts_from_scratch_and_leaves_the_files_of_the_first(tmp_path):
+    one = ModelCheckpoint("metric", dirpath=tmp_path, filename="{step}")
+    left = [3.0, 5.0]
     module = Logging(validate=lambda self, batch, i: self.log("metric", left.pop(0)))
     again = trainer(plugins=[one])
-    for _ in range(3):
+    for _ in range(2):
         again.fit(module, loader(), loader(4))
-    assert list(one.best_k_models.values()) == [3.0, 4.0]
+    assert one.best_k_models == {str(tmp_path / "step=6-v1.ckpt"): 5.0}
     assert {path.name for path in tmp_path.iterdir()} == {"step=6.ckpt", "step=6-v1.ckpt"}
 
 

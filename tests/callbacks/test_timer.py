@@ -4,7 +4,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
-from small_models import EvalNet, fit, loader, trainer
+from small_models import EvalNet, Net, fit, loader, trainer
 
 from geartrain import hookimpl
 from geartrain.callbacks import Timer
@@ -69,11 +69,12 @@ def test_time_in_time(ticks, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_its_state_keeps_the_time(ticks):
-    first, again = Timer(9), Timer(9)
-    fit(plugins=[ticks, first])
-    again.load_state_dict(first.state_dict())
-    assert fit(plugins=[ticks, again], max_epochs=9, log_every_n_steps=1).global_step == 3
+def test_a_fit_that_resumes_keeps_the_time(ticks, tmp_path):
+    fit(plugins=[ticks, Timer(9)], output=tmp_path)
+    options = {"max_epochs": 9, "log_every_n_steps": 1, "output": tmp_path}
+    again = trainer(plugins=[ticks, Timer(9)], **options)
+    again.fit(Net(), loader(), ckpt_path="last")
+    assert again.global_step == 6 + 3
 
 
 def test_each_fit_has_the_whole_time(ticks):

@@ -214,6 +214,21 @@ def test_lbfgs_equals_a_loop_written_by_hand():
     assert_equal(net, expected)
 
 
+def test_a_closure_has_gradients_in_a_step_under_no_grad():
+    class NoGrad(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure):
+            loss = closure()
+            super().step()
+            return loss
+
+    net, expected = Net(lambda parameters: NoGrad(parameters, lr=0.1)), Net()
+    expected.load_state_dict(net.state_dict())
+    fit(net)
+    fit(expected)
+    assert_equal(net, expected)
+
+
 def test_lbfgs_gives_the_end_of_an_epoch_one_output_a_batch():
     class Collects(Net):
         def training_epoch_end(self, outputs):

@@ -46,6 +46,7 @@ def test_it_logs_and_knows_the_trainer(when):
     assert net.encoder.seen == [(0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 1, 2), (0, 0, 1, 3)]
     assert run.callback_metrics["size"] == 4
     assert net.encoder.trainer is run
+    assert (net.current_epoch, net.global_step, net.encoder.global_step) == (2, 4, 4)
     with pytest.warns(UserWarning, match="no Trainer runs this module"):
         net.encoder(torch.ones(1, 3))
 

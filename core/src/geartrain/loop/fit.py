@@ -94,6 +94,7 @@ def _closure_step(run: Run, gradients: Callable[[], torch.Tensor | None]) -> boo
     """Step an optimizer that computes the loss several times, as LBFGS; True if it stepped."""
     optimizer = run.optimizers[0]
 
+    @torch.enable_grad()  # an optimizer may step under no_grad
     def closure() -> Any:
         loss = gradients()
         if loss is None:

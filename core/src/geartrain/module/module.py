@@ -120,15 +120,18 @@ class Module(HyperparametersMixin, nn.Module):
     def device(self, value: Any) -> None:
         raise UsageError("self.device is set by the run. Fix: take the assignment out")
 
+    def _last_run(self) -> Run | None:
+        return self._run or getattr(self._trainer, "_run", None)
+
     @property
     def global_step(self) -> int:
-        """Optimizer steps done; in manual optimisation, batches."""
-        return self._run.step if self._run else 0
+        """Optimizer steps done; in manual optimisation, batches. They stay after the run."""
+        return run.step if (run := self._last_run()) else 0
 
     @property
     def current_epoch(self) -> int:
-        """The running epoch, from 0."""
-        return self._run.epoch if self._run else 0
+        """The running epoch, from 0; after ``fit``, epochs done."""
+        return run.epoch if (run := self._last_run()) else 0
 
     @property
     def global_rank(self) -> int:
@@ -287,14 +290,12 @@ class Module(HyperparametersMixin, nn.Module):
             TrainingError: in a Session, whose optimizers are the loop's.
         """
         self._refuse_in_own_loop("optimizers")
-        run = self._run or getattr(self._trainer, "_run", None)
-        found = run.optimizers if run else []
+        found = run.optimizers if (run := self._last_run()) else []
         return found[0] if len(found) == 1 else found
 
     def lr_schedulers(self) -> Any:
         """Return the learning-rate scheduler, the list of several, or ``None``."""
-        run = self._run or getattr(self._trainer, "_run", None)
-        found = [schedule.scheduler for schedule in run.schedulers] if run else []
+        found = [s.scheduler for s in run.schedulers] if (run := self._last_run()) else []
         return found[0] if len(found) == 1 else found or None
 
     # --- manual optimisation: automatic_optimization = False --------------------------------------

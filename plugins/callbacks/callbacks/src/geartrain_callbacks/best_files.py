@@ -41,21 +41,24 @@ class BestFiles:
 
     def __init__(self, mode: str, save_top_k: int, planned: Path | None) -> None:
         self.mode, self.save_top_k = mode, save_top_k
+        #: The file that this fit resumed from, if it is in the folder.
+        self._source = ""
+        #: The run's folder when the state was saved; only compared, never opened.
+        self._output = ""
+        #: The folder that the next fit writes to, and the folder of the named files.
+        self._planned = self._where = planned
+        self.forget()
+
+    def forget(self) -> None:
         #: The score of the best file.
         self.best_model_score: float | None = None
         #: A random id, drawn at a start from scratch. It marks the files that this object wrote.
         self._identity = ""
-        #: The run's folder when the state was saved; only compared, never opened.
-        self._output = ""
         # Names are relative to the folder, so that a copy of the folder is complete.
         self._best = self._last = ""
         self._scores: dict[str, float] = {}
         #: Files that the file being saved replaces, and the source if it was replaced.
         self._old: list[str] = []
-        #: The file that this fit resumed from, if it is in the folder.
-        self._source = ""
-        #: The folder that the next fit writes to, and the folder of the named files.
-        self._planned = self._where = planned
 
     @property
     def best_model_path(self) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from geartrain import Run, TrainingError, UsageError, hookimpl
 from geartrain.plugin_api import warn
 from geartrain_callbacks.callback import PluginCallback
+from geartrain_callbacks.fresh_start import FreshStart
 from geartrain_callbacks.monitoring import check_mode, is_better, looks_after_epochs, not_logged
 from geartrain_callbacks.stopping import ends, say, stop_together
 
@@ -28,13 +29,13 @@ _Verdict = tuple[EarlyStoppingReason, str]
 _CONTINUE: _Verdict = (EarlyStoppingReason.NOT_STOPPED, "")
 
 
-class EarlyStopping(PluginCallback):
+class EarlyStopping(FreshStart, PluginCallback):
     """End training when a metric stops improving. Options are named as in PyTorch Lightning.
 
     All ranks use rank 0's value, so they stop together even if the metric is logged without
     ``sync_dist``. Training ends at once. Each value counts once: an epoch that does not log the
-    metric is not a check. A second ``fit`` with the same object continues to count. A ``fit`` that
-    resumes where training ended ends again, unless other arguments let it continue.
+    metric is not a check. A ``fit`` that does not resume counts from scratch. One that resumes
+    where training ended ends again, unless other arguments let it continue.
 
     Args:
         monitor: the metric's name.
@@ -86,8 +87,11 @@ class EarlyStopping(PluginCallback):
         self.divergence_threshold = divergence_threshold
         self._check_on_train_epoch_end = check_on_train_epoch_end
         self._at_epoch_end = self._asked = self._warned = False
+        self.forget()
+
+    def forget(self) -> None:
         #: The best value so far.
-        self.best_score = math.inf if mode == "min" else -math.inf
+        self.best_score = math.inf if self.mode == "min" else -math.inf
         #: The epoch and step of the value checked last: each value counts once.
         self._checked: tuple[int, int] | None = None
         self._value: float | None = None
@@ -106,7 +110,6 @@ class EarlyStopping(PluginCallback):
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.stopping_reason_message = None
         if run.command == "fit":
-            self._checked = self._checked if run.loop.resumed is not None else None
             self._at_epoch_end = looks_after_epochs(
                 run, self._check_on_train_epoch_end, "early_stopping", "check_on_train_epoch_end"
             )

@@ -10,12 +10,13 @@ import torch
 
 from geartrain import Run, UsageError, hookimpl
 from geartrain_callbacks.callback import PluginCallback
+from geartrain_callbacks.fresh_start import FreshStart
 from geartrain_callbacks.saving import drop_fit
 from geartrain_callbacks.shards import local, part_of, whole_of
 from geartrain_callbacks.stopping import say
 
 
-class EMA(PluginCallback):
+class EMA(FreshStart, PluginCallback):
     """Keep an exponential moving average of the weights, on their device.
 
     ``average = decay · average + (1 - decay) · weights``. The CPU never waits for it. Parameters
@@ -66,9 +67,7 @@ class EMA(PluginCallback):
         self.every = every
         self.start_step = start_step
         self.validate = validate
-        #: Updates done.
-        self.updates = 0
-        self._loaded: dict[str, torch.Tensor] | None = None
+        self.forget()
         self._names: list[str] = []
         #: The module's tensors, and of each this rank's part: all of it, unless ranks have shards.
         self._tensors: list[torch.Tensor] = []
@@ -77,6 +76,11 @@ class EMA(PluginCallback):
         self._trained: list[torch.Tensor] | None = None
         #: True after a fit that left the average in the module: the trained weights are gone.
         self._replaced = False
+
+    def forget(self) -> None:
+        #: Updates done.
+        self.updates = 0
+        self._loaded: dict[str, torch.Tensor] | None = None
 
     @hookimpl
     def on_run_start(self, run: Run) -> None:
@@ -94,9 +98,7 @@ class EMA(PluginCallback):
             )
             for t in self._weights
         ]
-        if self._loaded is None:
-            self.updates = 0
-        else:
+        if self._loaded is not None:
             self._restore(self._loaded)
         self._loaded = None
 
@@ -162,7 +164,7 @@ class EMA(PluginCallback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the average from this state in the next ``fit``."""
+        """Continue the average from this state."""
         self.updates, self._loaded = state["updates"], dict(state["average"]) or None
 
     @torch.no_grad()

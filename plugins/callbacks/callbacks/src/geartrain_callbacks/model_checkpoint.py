@@ -19,6 +19,7 @@ from geartrain_callbacks.callback import PluginCallback
 from geartrain_callbacks.checkpoint_names import SUFFIX, check_pattern, fields, fill, free
 from geartrain_callbacks.checkpoint_options import check_options
 from geartrain_callbacks.durations import Duration, seconds
+from geartrain_callbacks.fresh_start import FreshStart
 from geartrain_callbacks.monitoring import check_mode, is_better, looks_after_epochs, not_logged
 from geartrain_callbacks.own_files import best_of, delete, is_own, link, written_after
 from geartrain_callbacks.stopping import say
@@ -26,14 +27,15 @@ from geartrain_callbacks.stopping import say
 _FIX = "Fix: log it with self.log, or monitor another"
 
 
-class ModelCheckpoint(BestFiles, PluginCallback):
+class ModelCheckpoint(BestFiles, FreshStart, PluginCallback):
     """Keep the best checkpoints by a metric. Options are named as in PyTorch Lightning.
 
     Rank 0 decides which files to save and to delete, by its own value of the metric, and the other
     ranks do the same. So all ranks name the same best file, even if the metric is logged without
     ``sync_dist``. A file is deleted only after its replacement is completely on disk. A file of
     another run is never overwritten: the new file gets ``-v1`` etc. Of equal scores the older file
-    is better; NaN is never among the best. A second ``fit`` with the same object continues.
+    is better; NaN is never among the best. A ``fit`` that does not resume starts from scratch, and
+    leaves the files of earlier ones alone.
 
     A file's score belongs to its weights. If the metric was not logged in the epoch (or the step
     of ``every_n_train_steps``) of a check, the check is repeated after the next validation and at
@@ -312,8 +314,9 @@ class ModelCheckpoint(BestFiles, PluginCallback):
 
     def _continues(self, run: Run, folder: Path) -> bool:
         """True if the named files belong to this run, not to a run in another folder."""
-        if run.loop.resumed is None or run.loop.resumed.path is None:
-            # A second fit, or a checkpoint in memory.
+        if run.loop.resumed is None:
+            return False
+        if run.loop.resumed.path is None:  # a checkpoint in memory
             return self._where in (None, folder)
         source, mine = run.loop.resumed.path.resolve(), folder.resolve()
         if source.is_relative_to(mine) or mine.is_relative_to(source.parent):

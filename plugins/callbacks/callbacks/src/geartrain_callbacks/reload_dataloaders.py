@@ -9,14 +9,18 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from geartrain import Run, UsageError, hookimpl
+from geartrain_callbacks.fresh_start import FreshStart
 
 
-class ReloadDataloaders:
+class ReloadDataloaders(FreshStart):
     """Makes the loaders again before the epoch starts; a run that resumes makes the same."""
 
     added_for = "reload_dataloaders_every_n_epochs"
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
         #: The random state of this rank when the loaders were made again.
         self._random: dict[str, Any] | None = None
 

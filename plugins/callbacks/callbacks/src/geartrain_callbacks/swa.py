@@ -63,6 +63,9 @@ class StochasticWeightAveraging(EMA):
         self.swa_lrs, self.swa_epoch_start = swa_lrs, swa_epoch_start
         self.annealing_epochs, self.annealing_strategy = annealing_epochs, annealing_strategy
         self._start = 0
+
+    def forget(self) -> None:
+        super().forget()
         #: The rate of each group when averaging began; empty before.
         self._old_lrs: list[float] = []
 
@@ -85,8 +88,6 @@ class StochasticWeightAveraging(EMA):
     def on_run_start(self, run: Run) -> None:
         if run.command != "fit":
             return
-        if self._loaded is None:
-            self._old_lrs = []
         super().on_run_start(run)
         groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
         if len(run.optimizers) != 1:

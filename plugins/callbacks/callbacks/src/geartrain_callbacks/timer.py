@@ -9,10 +9,11 @@ from typing import Any, Literal
 from geartrain import Run, UsageError, hookimpl
 from geartrain_callbacks.callback import PluginCallback
 from geartrain_callbacks.durations import Duration, seconds
+from geartrain_callbacks.fresh_start import FreshStart
 from geartrain_callbacks.stopping import ends, say, stop_together
 
 
-class Timer(PluginCallback):
+class Timer(FreshStart, PluginCallback):
     """End training after a time limit, on all ranks in the same step.
 
     The first rank whose time is up informs the others. All stop at the next flush
@@ -41,10 +42,12 @@ class Timer(PluginCallback):
             raise UsageError(f"timer: interval={interval!r}. Fix: 'step' or 'epoch'")
         #: The limit in seconds.
         self.seconds, self.interval = seconds("timer: duration", duration), interval
-        self._before = 0.0
         self._started: float | None = None
-        self._elapsed = 0.0
         self._said = False
+        self.forget()
+
+    def forget(self) -> None:
+        self._before = self._elapsed = 0.0
 
     def time_elapsed(self) -> float:
         """Return the seconds trained, including those of a loaded state."""
