@@ -1,8 +1,8 @@
-"""Kill processes of the strategy elastic at random moments; its run ends as one without kills.
+"""Kill or hang processes of the strategy elastic at random moments; its run ends as a quiet one.
 
-The cases are those of kill_and_resume.py. One or two processes are killed, one after the other or
-at once, also while others start again. The run must end by itself, equal bit for bit: weights,
-optimizers, metrics, every line of metrics.jsonl, and the files.
+The cases are those of kill_and_resume.py. One or two processes are killed, are stopped (SIGSTOP) or
+wait without end, one after the other or at once, also while others start again. The run must end by
+itself, equal bit for bit: weights, optimizers, metrics, every line of metrics.jsonl, and the files.
 
 Run it by hand; pytest does not collect it::
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import random
 import re
 import shutil
@@ -28,25 +29,34 @@ from typing import Any
 import torch
 from kill_and_resume import NEVER, differences, draw, forked, kill_of, program
 
+#: Seconds after which a process that hangs is killed; one that is stopped after fewer.
+TIMEOUT, STOPPED = 6.0, 2.0
+
 
 def case_of(seed: int, number: int) -> dict[str, Any]:
     """Return a case: the same for the same numbers."""
     choose = random.Random(f"{seed} {number} elastic")
     case = draw(seed, number, "elastic")
-    case["ranks"] = choose.choice([2, 2, 3])
+    case["ranks"] = choose.choice([2, 2, 3, 4])
     case["virtual_ranks"] = case["ranks"] + choose.choice([0, 0, 1])
     case["replace"] = choose.random() < 0.75
+    case["timeout"] = TIMEOUT
     case["asynchronous"] = False  # refused
     return case
 
 
 def kills_of(case: dict[str, Any], whole: Path, folder: Path) -> list[dict[str, Any]]:
-    """Return random kills of the whole run that leave a process: the same for the same folder."""
+    """Return random deaths of the whole run that leave a process; the same for the same folder."""
     choose = random.Random(f"{json.dumps(case)} {folder.name} kills")
     ranks = {**case, "ranks": case["virtual_ranks"]}
     most = 2 if case["replace"] or case["ranks"] > 2 else 1
     return [
-        {**kill_of(choose, ranks, whole), "all": False, "done": f"{folder}.{number}"}
+        {
+            **kill_of(choose, ranks, whole),
+            "all": False,
+            "done": f"{folder}.{number}",
+            "way": choose.choice(["kill", "stop", "hang"]),
+        }
         for number in range(choose.randint(1, most))
     ]
 
@@ -89,6 +99,7 @@ def main() -> None:
     numbers = range(given.first, given.cases) if given.only is None else [given.only]
     counts: Counter[str] = Counter()
     torch.set_num_threads(1)
+    os.environ["GEARTRAIN_PATIENCE"] = f"stopped={STOPPED}"
     for name in ("torchmetrics", "torch._dynamo"):  # imported here, so that forks have them
         importlib.import_module(name)
     temporary = tempfile.mkdtemp(prefix="geartrain-drill-")
@@ -117,7 +128,7 @@ def main() -> None:
                 verdict = "equal"
                 if wrong:
                     verdict = f"WRONG: {'; '.join(wrong)} {json.dumps(case)} {out[-2500:]}"
-                places = [(kill["rank"], kill["at"]) for kill in kills]
+                places = [(kill["rank"], kill["at"], kill["way"]) for kill in kills]
                 print(f"{number} {places} killed {killed} {verdict}", flush=True)
     finally:
         if not given.keep:

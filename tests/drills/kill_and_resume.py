@@ -24,6 +24,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter
@@ -206,7 +207,8 @@ class Moments:
 
     Args:
         kills: each with ``at``: the number of the moment, 0: never; ``rank``; ``all``: kill all
-            processes; ``done``: a file, if a rank that starts again must not be killed again.
+            processes; ``done``: a file, if a rank that starts again must not be killed again;
+            ``way``: ``"kill"``, ``"stop"`` (SIGSTOP), or ``"hang"`` (an endless wait in Python).
     """
 
     def __init__(self, kills: list[dict[str, Any]], rank: int) -> None:
@@ -239,7 +241,10 @@ class Moments:
                     before()
                 if kill["all"]:
                     os.killpg(int(os.environ["DRILL_GROUP"]), signal.SIGKILL)
-                os.kill(os.getpid(), signal.SIGKILL)
+                way = kill.get("way", "kill")
+                if way == "hang":
+                    threading.Event().wait()
+                os.kill(os.getpid(), signal.SIGSTOP if way == "stop" else signal.SIGKILL)
 
     def __reduce__(self) -> Any:
         return int, (0,)  # ddp_spawn returns the module to its caller
@@ -303,7 +308,7 @@ def program(case: dict[str, Any], folder: str, kills: list[dict[str, Any]]) -> N
     # after its first step, unless it looks for unused parameters.
     options = {"find_unused_parameters": True} if case["ranks"] == 3 else None
     if case["strategy"] in ("bagua", "elastic"):
-        names = {"bagua": ["algorithm"], "elastic": ["virtual_ranks", "replace"]}
+        names = {"bagua": ["algorithm"], "elastic": ["virtual_ranks", "replace", "timeout"]}
         options = {name: case[name] for name in names[case["strategy"]]}
     trainer = gt.Trainer(
         accelerator="cpu",

@@ -1,8 +1,10 @@
-"""The module that the tests of elastic train; it may kill its process, or raise."""
+"""The module that the tests of elastic train; it may end or stop its process, hang, or raise."""
 
 import os
 import random
+import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -39,12 +41,32 @@ class Count(Callback):
         pl_module.log("steps", float(self.steps), on_step=True, sync_dist=True)
 
 
+def flaky(module):
+    raise OSError("the network was away")
+
+
+def without_logs(module):
+    shutil.rmtree(module.trainer.run.output / "logs")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+#: The ways in which a rank may fail.
+WAYS = {
+    "kill": lambda module: os.kill(os.getpid(), signal.SIGKILL),
+    "real-time signal": lambda module: os.kill(os.getpid(), 40),
+    "stop": lambda module: os.kill(os.getpid(), signal.SIGSTOP),
+    "hang": lambda module: threading.Event().wait(),
+    "error": flaky,
+    "without logs": without_logs,
+}
+
+
 class Net(gt.Module):
     """Has BatchNorm, dropout, a schedule per step, and logged values.
 
     Args:
-        flags: the folder that shows which kills and errors have happened.
-        kills: triples (method, step, rank): SIGKILL there, once for each.
+        flags: the folder that shows which kills have happened.
+        kills: tuples (method, step, rank, way): fail there, once for each; default: SIGKILL.
         raises: a triple as above: an error there, each time.
         slow: seconds of each step.
     """
@@ -60,11 +82,11 @@ class Net(gt.Module):
         place = (method, self.trainer.global_step, self.trainer.global_rank)
         if place == self.raises:
             raise ValueError("my own error")
-        for number in range(self.kills.count(place)):
-            flag = Path(self.flags, "-".join(map(str, (*place, number))))
-            if not flag.exists():
+        for number, kill in enumerate(self.kills):
+            flag = Path(self.flags, f"killed-{number}")
+            if kill[:3] == place and not flag.exists():
                 flag.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+                WAYS[kill[3] if len(kill) > 3 else "kill"](self)
 
     def training_step(self, batch, batch_idx):
         x, y = batch

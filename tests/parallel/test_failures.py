@@ -65,6 +65,7 @@ TABLE = {
     "nothing": ({1: {}, 2: {}}, None),
     "an error": ({1: {"reports": (5, OWN), "ends": (6, 1)}}, f"rank 1 failed: {OWN}"),
     "a signal": ({1: {"ends": (5, -9)}}, "rank 1 was ended by SIGKILL"),
+    "a real-time signal": ({1: {"ends": (5, -40)}}, "rank 1 was ended by signal 40"),
     "an exit code": ({1: {"ends": (5, 7)}}, "rank 1 failed: exit code 7"),
     "a signal after an error, in teardown": (
         {1: {"reports": (5, OWN), "ends": (6, -6)}},

@@ -119,9 +119,12 @@ def test_a_process_that_fails_while_it_waits_is_replaced(supervise):
 
 
 def test_after_the_last_restart_the_run_has_failed(supervise, capfd):
-    code, attempts = supervise("done(attempt.number, 0)\nos._exit(7)", limit=2)
+    ends = ("os._exit(7)", "os.kill(os.getpid(), 40)", "os._exit(7)")
+    program = f"done(attempt.number, 0)\nexec({ends}[attempt.number])"
+    code, attempts = supervise(program, limit=2)
     assert (code, len(attempts)) == (1, 3)
-    assert "rank 0 left with code 7 in step 3. The run ends: it was started again 2 times" in (
+    assert attempts[2][1] == "rank 0 was ended by signal 40 in step 2"
+    assert "rank 0 ended with exit code 7 in step 3. The run ends: it was started again 2" in (
         capfd.readouterr().err
     )
 

@@ -147,8 +147,8 @@ class Hub:
         self.snapshot: Snapshot | None = None
         #: The error that every rank raises in its next collective.
         self.error: BaseException | None = None
-        #: When this process began to wait for others in a collective; ``None`` while it does not.
-        self.waits_since: float | None = None
+        #: True while this process waits for others in a collective.
+        self.is_meeting = False
         #: The error that closed the connections; ``None`` while there are some.
         self.lost: BaseException | None = None
         self._lock = threading.Lock()
@@ -260,6 +260,10 @@ class Hub:
         """The number of collectives of which this process has the result."""
         return self._end
 
+    def done_by(self, rank: int) -> int:
+        """Return the number of collectives that a rank of this process has done."""
+        return self._seats[rank].done
+
     @property
     def has_failed(self) -> bool:
         """True if the run ends with an error, and the ranks of this process have torn down."""
@@ -281,7 +285,7 @@ class Hub:
         with self._changed:
             if self._group is not None:
                 self._group.close()
-            self._changed.wait_for(lambda: not self._is_meeting)
+            self._changed.wait_for(lambda: not self.is_meeting)
             self._group = None
 
     def open_group(self, group: Group) -> None:
@@ -327,10 +331,6 @@ class Hub:
     def _end(self) -> int:
         return self._first + len(self._log)
 
-    @property
-    def _is_meeting(self) -> bool:
-        return self.waits_since is not None
-
     def _yield_turn(self, rank: int) -> None:
         """Let other ranks run until this one gets the turn back."""
         state = RandomState.now()
@@ -363,7 +363,7 @@ class Hub:
         if group is None:
             self._changed.wait()
             return
-        self.waits_since = time.monotonic()
+        self.is_meeting = True
         self._changed.release()
         result = None
         try:
@@ -373,7 +373,7 @@ class Hub:
             self.lost = error
         finally:
             self._changed.acquire()
-            self.waits_since = None
+            self.is_meeting = False
             if result is not None:
                 self._append(next(iter(calls.values())), result)
             elif self._group is group:

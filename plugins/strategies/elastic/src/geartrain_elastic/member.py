@@ -33,7 +33,7 @@ from geartrain_spawn.rank import Surroundings, die_with_starter, direct_output
 
 #: Seconds in which processes connect to each other, once all of them are there.
 _CONNECT = timedelta(seconds=20)
-#: Seconds between two reports of a process that waits.
+#: Seconds between two reports of a process that waits, and between two looks for news.
 _PERIOD = 1.0
 #: Seconds between two looks whether the ranks of a failed run have torn down.
 _SOON = 0.05
@@ -46,8 +46,8 @@ class Generation:
     number: int
     #: The number of each process, and its ranks.
     members: tuple[tuple[int, tuple[int, ...]], ...]
-    #: Rank -> the error with which it failed, before another process took it over.
-    errors: dict[int, str] = field(default_factory=dict)
+    #: Rank -> the last error with which it failed, and the collectives that it had done.
+    errors: dict[int, tuple[str, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,8 @@ class Failed:
     rank: int
     #: The error's type and message.
     message: str
+    #: The collectives that the rank had done.
+    done: int
     traceback: str
     #: The pickled error, or nothing if it cannot be pickled.
     error: bytes
@@ -82,9 +84,10 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """A process waits in a collective."""
+    """A process waits for others."""
 
-    seconds: float
+    #: The generation, and the collectives done; -1 while its processes connect.
+    place: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +149,15 @@ class _Member:
         self._random = RandomState.now()
         self._ranks: set[int] = set()
         self._index = 0
-        self._errors: dict[int, str] = {}
+        self._errors: dict[int, tuple[str, int]] = {}
+        #: The generation that this process joins, or has joined.
+        self._generation, self._connects = -1, False
         self._lock = threading.Lock()
 
     def serve(self) -> None:
         """Handle the starter's messages until it sends `Stop` or the run has failed."""
         generation: Generation | None = None
+        threading.Thread(target=self._report_waits, daemon=True).start()
         while not self._hub.has_failed:
             ends = self._hub.error is not None
             if self._job.link.poll(_SOON if ends else _PERIOD):
@@ -162,12 +168,18 @@ class _Member:
                     self._hub.fail(message.error)
                 else:
                     generation = message
-            elif (since := self._hub.waits_since) is not None:
-                self._tell(Waits(time.monotonic() - since))
             elif not (ends or generation) and (lost := self._hub.lost) is not None:
                 self._await_news(lost)
             if generation is not None and self._join(generation):
                 generation = None
+
+    def _report_waits(self) -> None:
+        """Say every second that this process waits for others, while it does."""
+        while True:
+            time.sleep(_PERIOD)
+            if self._connects or self._hub.is_meeting:
+                done = -1 if self._connects else self._hub.done
+                self._tell(Waits((self._generation, done)))
 
     def _await_news(self, lost: BaseException) -> None:
         """Wait for the next generation; end this process if none comes.
@@ -187,6 +199,7 @@ class _Member:
     def _join(self, generation: Generation) -> bool:
         """Connect to the processes of a generation; False if another one comes meanwhile."""
         numbers = [number for number, _ in generation.members]
+        self._generation, self._connects = generation.number, True
         self._hub.close_group()
         store = PrefixStore(str(generation.number), self._store)
         store.set(f"here/{self._job.number}", "1")
@@ -205,8 +218,10 @@ class _Member:
             if rank not in self._ranks:
                 self._ranks.add(rank)
                 self._start(rank)
+        joined = Joined(generation.number, self._hub.done)
+        self._connects = False
         self._hub.open_group(group)
-        self._tell(Joined(generation.number, self._hub.done))
+        self._tell(joined)
         return True
 
     def _align(self, group: Group) -> None:
@@ -279,10 +294,11 @@ class _Member:
         pickled = b""
         with suppress(Exception):
             pickled = pickle.dumps(error)
-        is_final = isinstance(error, UsageError) or self._errors.get(rank) == message
+        done = self._hub.done_by(rank)
+        is_final = isinstance(error, UsageError) or self._errors.get(rank) == (message, done)
         text = "".join(traceback.format_exception(error)).rstrip()
         self._hub.error = error
-        self._tell(Failed(rank, message, text, pickled, is_final))
+        self._tell(Failed(rank, message, done, text, pickled, is_final))
         if not is_final:
             sys.stdout.flush()
             sys.stderr.flush()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
 import multiprocessing
 import pickle
 import shutil
-import signal
 import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -20,7 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from geartrain import Run, TrainingError
-from geartrain.parallel import ClusterEnvironment, Patience, raise_on_signals, reserve
+from geartrain.parallel import (
+    ClusterEnvironment,
+    Patience,
+    describe_exit,
+    raise_on_signals,
+    reserve,
+)
 from geartrain_elastic import member
 from geartrain_elastic.member import Ended, Failed, Generation, Job, Joined, Stop, Waits
 from geartrain_elastic.scale import REQUEST
@@ -34,6 +41,8 @@ if TYPE_CHECKING:
     from geartrain_elastic.strategy import ElasticStrategy
 
 _numbers = itertools.count(1)
+#: The most seconds between two looks at the processes.
+_PERIOD = 1.0
 
 
 def run_in_members(run: Run, worker: Callable[[int], Any], strategy: ElasticStrategy) -> Any:
@@ -58,7 +67,6 @@ def run_in_members(run: Run, worker: Callable[[int], Any], strategy: ElasticStra
         if run.output is None
         else run.output.absolute() / "logs"
     )
-    logs.mkdir(parents=True, exist_ok=True)
     util.get_temp_dir()  # loader workers share it, so a killed process leaves no folder
     members = _Members(run, strategy, payload, answer, logs)
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -89,10 +97,12 @@ class _Process:
     ranks: list[int]
     #: True once it has the state of all ranks.
     has_state: bool
-    #: Since when it waits for others; ``None`` while it works.
-    waits_since: float | None = None
-    heard: float = 0.0
-    stopped_since: float | None = None
+    #: Where it waits for others, see :class:`Waits`, and when it has last said so.
+    place: tuple[int, int] = (-1, -1)
+    heard: float = -math.inf
+    #: Seconds for which it has waited there, and for which it has been stopped (SIGSTOP).
+    waited: float = 0.0
+    stopped: float = 0.0
     failed: Failed | None = None
 
     @property
@@ -119,18 +129,19 @@ class _Members:
     logs: Path
     _place: ClusterEnvironment = field(init=False)
     _key: str = field(init=False)
+    _surroundings: Surroundings = field(init=False)
     _processes: dict[int, _Process] = field(default_factory=dict)
     _ended: set[int] = field(default_factory=set)
-    _errors: dict[int, str] = field(default_factory=dict)
-    _generations: Iterator[int] = field(default_factory=itertools.count)
+    _errors: dict[int, tuple[str, int]] = field(default_factory=dict)
     _started: Iterator[int] = field(default_factory=itertools.count)
-    #: The last generation that began after a death, the collectives done then, and the generations
-    #: before it that began there, too.
-    _began: tuple[int, int, int] = (-1, -1, 0)
-    #: Processes that have died one after the other before they had the state of the run.
-    _unready: int = 0
-    #: Generation -> the deaths after which it was published.
-    _deaths: dict[int, str] = field(default_factory=dict)
+    #: The newest generation; the newest that processes have joined, and the collectives done then.
+    _generation: int = -1
+    _joined: tuple[int, int] = (-1, -1)
+    #: The generation that followed, the rank, and the cause of each death of a rank since the run
+    #: has last gone on.
+    _deaths: list[tuple[int, int, str]] = field(default_factory=list)
+    #: When this process has last looked for ranks that hang.
+    _looked: float = field(default_factory=time.monotonic)
     #: Processes that take over all ranks once they have the state, and their ranks.
     _successors: list[tuple[_Process, list[int]]] = field(default_factory=list)
 
@@ -145,6 +156,7 @@ class _Members:
         size, count = plan.processes or 1, len(plan.devices)
         self._place = reserve(self.run, self.strategy.timeout)[0]
         self._key = f"elastic/{next(_numbers)}"
+        self._surroundings = Surroundings.here()
         for ranks in _dealt(size, count):
             self._start(ranks, is_new=False)
         self._publish()
@@ -182,8 +194,9 @@ class _Members:
             key=self._key,
             threads=self.strategy.threads,
             log=None if 0 in (later or ranks) else self.logs / f"process-{number}.log",
-            surroundings=Surroundings.here(),
+            surroundings=self._surroundings,
         )
+        self.logs.mkdir(parents=True, exist_ok=True)  # again: somebody may have removed it
         process = start_context().Process(target=member.main, args=(job,), name=f"member-{number}")
         with without_main():
             process.start()
@@ -192,17 +205,13 @@ class _Members:
         self._processes[number] = started
         return started
 
-    def _publish(self, described: str = "") -> None:
-        """Tell every process which ones there are.
-
-        Args:
-            described: the deaths that led to it.
-        """
+    def _publish(self) -> None:
+        """Tell every process which ones there are."""
+        self._generation += 1
         members = tuple((each.number, tuple(each.ranks)) for each in self._processes.values())
-        generation = Generation(next(self._generations), members, dict(self._errors))
-        if described:
-            self._deaths[generation.number] = described
+        generation = Generation(self._generation, members, dict(self._errors))
         for each in self._processes.values():
+            each.waited = 0.0  # its collective has failed
             self._send(each, generation)
 
     def _send(self, process: _Process, message: Any) -> None:
@@ -215,7 +224,7 @@ class _Members:
         """Wait until a process says something or ends, and act."""
         processes = list(self._processes.values())
         ready = connection.wait(
-            [*(p.link for p in processes), *(p.process.sentinel for p in processes)], 1.0
+            [*(p.link for p in processes), *(p.process.sentinel for p in processes)], _PERIOD
         )
         dead = []
         for each in processes:
@@ -233,14 +242,14 @@ class _Members:
         with suppress(EOFError, OSError):
             while process.link.poll():
                 message = process.link.recv()
-                process.heard = time.monotonic()
                 if isinstance(message, Ended):
                     self._ended.add(message.rank)
                 elif isinstance(message, Waits):
-                    process.waits_since = process.heard - message.seconds
+                    if message.place != process.place:
+                        process.place, process.waited = message.place, 0.0
+                    process.heard = time.monotonic()
                 elif isinstance(message, Joined):
                     process.has_state = True
-                    self._unready = 0
                     self._note(message)
                 elif message.is_final:
                     raise self._final(message)
@@ -248,13 +257,25 @@ class _Members:
                     process.failed = message
 
     def _note(self, joined: Joined) -> None:
-        number, done, times = self._began
-        if joined.generation > number and joined.generation in self._deaths:
-            times = times + 1 if joined.done == done else 0
-            self._began = joined.generation, joined.done, times
-            if times == 2:
-                described = self._deaths[joined.generation]
-                raise TrainingError(f"{described}, for the third time in the same place")
+        number, done = self._joined
+        if joined.generation > number:
+            if joined.done > done:  # the run has gone on
+                self._deaths = [death for death in self._deaths if death[0] > number]
+            self._joined = joined.generation, joined.done
+            self._refuse_third_death(-1, joined.generation)
+
+    def _refuse_third_death(self, first: int, last: int) -> None:
+        """End the run if a rank has died three times in the same place.
+
+        Args:
+            first: the generation before those that followed the deaths.
+            last: the last of these generations.
+        """
+        deaths = {rank: text for number, rank, text in self._deaths if first < number <= last}
+        counts = Counter(rank for number, rank, _ in self._deaths if first < number <= last)
+        for rank, count in counts.items():
+            if count >= 3:
+                raise TrainingError(f"{deaths[rank]}, for the third time in the same place")
 
     def _final(self, failed: Failed) -> BaseException:
         self.stop(TrainingError(f"rank {failed.rank} has failed: {failed.message}"))
@@ -271,19 +292,16 @@ class _Members:
     def _hung(self, processes: list[_Process]) -> list[_Process]:
         """Kill the processes for which the others have waited too long, and those that stand."""
         limit, patience = self.strategy.timeout.total_seconds(), Patience.from_environment()
-        current, late = time.monotonic(), []
+        current = time.monotonic()
+        # Only time in which this process runs counts: a whole job may be suspended and resumed.
+        passed, self._looked = min(current - self._looked, 2 * _PERIOD), current
         for each in processes:
-            if not is_stopped(each.pid):
-                each.stopped_since = None
-            elif each.stopped_since is None:
-                each.stopped_since = current
-            elif current - each.stopped_since > patience.stopped:
-                late.append(each)
-        # A process that waits says so every second.
-        waiting = [p for p in processes if p.waits_since is not None and current - p.heard < 3.0]
-        longest = max((current - (p.waits_since or current) for p in waiting), default=0.0)
-        if longest > limit:
-            late += [p for p in processes if p not in waiting and p not in late]
+            each.stopped = each.stopped + passed if is_stopped(each.pid) else 0.0
+            # A process that waits says so every second.
+            each.waited = each.waited + passed if current - each.heard < 3.0 else 0.0
+        late = [p for p in processes if p.stopped > patience.stopped]
+        if max((each.waited for each in processes), default=0.0) > limit:
+            late += [p for p in processes if not p.waited and p not in late]
         for each in late:
             each.process.kill()
             each.process.join()
@@ -309,16 +327,16 @@ class _Members:
             if failed is not None:
                 raise self._final(failed)
             raise TrainingError(f"no process with the state of the run is left: {described}")
-        self._unready += any(not each.has_state for each in dead)
-        if self._unready == 3:
-            raise TrainingError(f"{described}, the third one before it had the state of the run")
         for each, ranks in zip(dead, lost, strict=True):
+            cause = _describe(each)
+            self._deaths += [(self._generation + 1, rank, cause) for rank in ranks]
             if each.failed is not None:
-                self._errors[each.failed.rank] = each.failed.message
+                self._errors[each.failed.rank] = each.failed.message, each.failed.done
             if self.strategy.replace and ranks:
                 self._start(ranks)
             else:
                 self._deal(ranks)
+        self._refuse_third_death(self._joined[0], self._generation + 1)
         if len(self._processes) < self.strategy.min_processes:
             raise TrainingError(
                 f"{described}, and {len(self._processes)} processes are left, fewer than "
@@ -326,7 +344,7 @@ class _Members:
             )
         then = "another one takes its place" if self.strategy.replace else "the others go on"
         print(f"geartrain: {described}; {then}", file=sys.stderr, flush=True)
-        self._publish(described)
+        self._publish()
 
     def _deal(self, ranks: list[int]) -> None:
         for rank in ranks:
@@ -345,14 +363,10 @@ class _Members:
         if self._successors:
             if all(each.has_state for each, _ in self._successors):
                 self._hand_over()
-        elif request is not None and request.exists():
-            with suppress(ValueError):
-                count = int(request.read_text(encoding="utf-8"))
-                if 1 <= count <= size:
-                    parts = _dealt(size, count)
-                    self._successors = [(self._start([], later=part), part) for part in parts]
-                    self._publish()
-            request.unlink()
+        elif request is not None and (count := _asked(request)) and 1 <= count <= size:
+            parts = _dealt(size, count)
+            self._successors = [(self._start([], later=part), part) for part in parts]
+            self._publish()
 
     def _hand_over(self) -> None:
         successors = [each for each, _ in self._successors]
@@ -394,10 +408,19 @@ def _dealt(size: int, count: int) -> list[list[int]]:
     return [list(range(first, end)) for first, end in itertools.pairwise(bounds)]
 
 
+def _asked(request: Path) -> int | None:
+    """Return the number of processes that a file asks for, and remove the file."""
+    with suppress(OSError, ValueError):  # none, or not of the command
+        if request.is_file():
+            text = request.read_text(encoding="utf-8")
+            request.unlink()
+            return int(text)
+    return None
+
+
 def _describe(process: _Process) -> str:
     ranks = ", ".join(map(str, process.ranks))
     name = f"the process of rank{'s' * (len(process.ranks) > 1)} {ranks}"
     if process.failed is not None:
         return f"rank {process.failed.rank} failed: {process.failed.message}"
-    code = process.process.exitcode or 0
-    return f"{name} was ended by {signal.Signals(-code).name}" if code < 0 else f"{name} has ended"
+    return f"{name} {describe_exit(process.process.exitcode or 0)}"

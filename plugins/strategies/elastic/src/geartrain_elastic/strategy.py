@@ -52,8 +52,8 @@ class ElasticStrategy:
         replace: start a process in place of one that has died. Otherwise the others take over its
             ranks.
         min_processes: end the run if fewer are left, without ``replace``.
-        timeout: seconds, or a timedelta. If processes have waited in a collective for so long, the
-            starter kills the processes that have not called it, as if they had died.
+        timeout: seconds, or a timedelta. If processes have waited for others for so long, the
+            starter kills these others, as if they had died.
         threads: of each process. Another number gives other bits.
 
     Raises:

@@ -11,7 +11,7 @@
   ``bootstrap``, ``nodes``, ``rendezvous`` and ``sockets``.
 - ``Supervisor``, ``RankHandle``, ``Failure``, ``Patience``: watch the ranks that a strategy has
   started, decide which failed first, and end the others; ``is_connection``: true for an error that
-  only says that another rank has gone.
+  only says that another rank has gone; ``describe_exit``: say how a process has ended.
 - ``announce_reduction``: tell ranks that wait elsewhere that this rank reduces gradients.
 - ``shard``, ``gather_uneven``, ``average_gradients``, ``broadcast_weights``, ``broadcast_object``,
   ``name_absent_ranks``: data and collectives on torch.distributed; ``refuse_unequal``: refuse
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         name_absent_ranks,
         refuse_unequal,
     )
-    from geartrain_parallel.failures import Failure, is_connection
+    from geartrain_parallel.failures import Failure, describe_exit, is_connection
     from geartrain_parallel.headers import announce_reduction
     from geartrain_parallel.launching import join, launch, reserve, threads, variables
     from geartrain_parallel.patience import Patience
@@ -60,7 +60,7 @@ _NAMES = {
         "average_gradients broadcast_object broadcast_weights gather_uneven name_absent_ranks"
         " refuse_unequal"
     ),
-    "geartrain_parallel.failures": "Failure is_connection",
+    "geartrain_parallel.failures": "Failure describe_exit is_connection",
     "geartrain_parallel.headers": "announce_reduction",
     "geartrain_parallel.launching": "join launch reserve threads variables",
     "geartrain_parallel.patience": "Patience",
@@ -89,6 +89,7 @@ __all__ = [
     "bootstrap",
     "broadcast_object",
     "broadcast_weights",
+    "describe_exit",
     "detect",
     "die_with_parent",
     "gather_uneven",

@@ -47,11 +47,25 @@ class Failure:
 
     def describe(self) -> str:
         if self.signal is not None:
-            return f"rank {self.rank} was ended by {signal.Signals(self.signal).name}"
+            return f"rank {self.rank} {describe_exit(-self.signal)}"
         more = self.traceback
         if "Traceback (" not in more:  # no line of the user: the message again, and notes
             more = more.partition(self.message.partition(": ")[2] or self.message)[2].strip()
         return f"rank {self.rank} failed: {self.message}" + (f"\n{more}" if more else "")
+
+
+def describe_exit(code: int) -> str:
+    """Say how a process has ended.
+
+    Args:
+        code: its exit code, negative after a signal.
+    """
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:  # of the real-time signals only the first and the last have names
+        return f"was ended by signal {-code}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import IO, Any
 
 from geartrain.plugin_api import START_DIRECTORY
-from geartrain_parallel import Patience
+from geartrain_parallel import Patience, describe_exit
 from geartrain_parallel.supervisor import is_stopped
 from geartrain_resilience import PREEMPTED
 from geartrain_resilience.exchange import VARIABLE, Attempt, Report, Steps
@@ -309,8 +309,7 @@ def _failure(code: int, report: Report | None, steps: list[int], was_stopped: bo
         return Failure("rank 0 was stopped (SIGSTOP)", steps[0] + 1, False)
     if report is None:
         rank, done = 0, steps[0]
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with code {code}"
-        text = f"rank 0 {how}"
+        text = f"rank 0 {describe_exit(code)}"
     else:
         rank = report.rank or 0
         done = steps[min(rank, len(steps) - 1)]

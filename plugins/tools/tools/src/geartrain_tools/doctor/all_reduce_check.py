@@ -29,6 +29,7 @@ from geartrain.parallel import (
     Patience,
     Supervisor,
     bootstrap,
+    describe_exit,
     detect,
     report,
 )
@@ -92,11 +93,7 @@ class _Rank:
             return f"rank {self.number} did not end within {DEADLINE:g} s{self._where()}"
         if error is not None:
             return f"rank {self.number} failed: {error.message.splitlines()[0]}"
-        return f"rank {self.number} " + (
-            f"was ended by {signal.Signals(-code).name}"
-            if code < 0
-            else f"ended with exit code {code}"
-        )
+        return f"rank {self.number} {describe_exit(code)}"
 
     def facts(self, blamed: bool) -> dict[str, Any]:
         error = self.error()
