@@ -1,5 +1,6 @@
 """The module that the tests of elastic train; it may end or stop its process, hang, or raise."""
 
+import itertools
 import os
 import random
 import shutil
@@ -13,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import geartrain as gt
-from geartrain.callbacks import Callback
+from geartrain.callbacks import EMA, Callback
 
 
 class Samples(Dataset):
@@ -31,14 +32,18 @@ class Samples(Dataset):
 
 
 class Count(Callback):
-    """A callback that counts steps, and has no state_dict."""
+    """A callback that counts steps and sums up losses, and has no state_dict."""
 
     def __init__(self):
         self.steps = 0
 
+    def on_fit_start(self, trainer, pl_module):
+        self.losses = getattr(pl_module, "losses", [])
+
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.steps += 1
         pl_module.log("steps", float(self.steps), on_step=True, sync_dist=True)
+        pl_module.log("losses", float(sum(self.losses)), on_step=True, sync_dist=True)
 
 
 def flaky(module):
@@ -123,25 +128,21 @@ class Forgetful(Net):
         super().__init__(**options)
         self.factor, self.losses, self.random = 1.0, [], random.Random(1)
         self.register_buffer("mean", torch.zeros(4), persistent=False)
+        self.scale = torch.ones(1)
 
     def training_step(self, batch, batch_idx):
         x, y = batch
         self.mean.lerp_(x.mean(dim=0), 0.1)
+        self.scale.data.add_(0.5)
         self.factor *= 0.9 + 0.2 * self.random.random()
         loss = self.factor * super().training_step((x - self.mean, y), batch_idx)
         self.losses.append(loss)
         return loss
 
     def on_train_epoch_end(self):
-        self.log("mean_loss", torch.stack(self.losses).mean(), sync_dist=True)
+        self.log("mean_loss", torch.stack(self.losses).mean() * self.scale, sync_dist=True)
         self.losses.clear()
         super().on_train_epoch_end()
-
-
-class Steps:
-    """Has no ``__dict__``."""
-
-    __slots__ = ("count",)
 
 
 class Counting(Net):
@@ -149,12 +150,10 @@ class Counting(Net):
 
     def __init__(self, **options):
         super().__init__(**options)
-        self.steps = Steps()
-        self.steps.count = 0
+        self.steps = itertools.count(1)
 
     def training_step(self, batch, batch_idx):
-        self.steps.count += 1
-        return super().training_step(batch, batch_idx) * self.steps.count
+        return super().training_step(batch, batch_idx) * next(self.steps)
 
     def on_before_optimizer_step(self, optimizer):
         self.at("on_before_optimizer_step")
@@ -184,7 +183,7 @@ def fit(
         seed=1,
         output=folder,
         enable_progress_bar=False,
-        callbacks=[Count()],
+        callbacks=[Count(), EMA(decay=0.8)],
         **options,
     )
     loader = DataLoader(Samples(38), batch_size=4, shuffle=True, num_workers=workers)

@@ -21,9 +21,9 @@ from torch import nn
 from geartrain import Layout, Plan, PlanRequest, Run, TrainingError, UsageError, World, hookimpl
 from geartrain.parallel import SeveralRanks, refuse_unequal, shard
 from geartrain.plugin_api import RankCoordinator
-from geartrain_elastic.attributes import Attributes
 from geartrain_elastic.gradients import Gradients, spread
 from geartrain_elastic.hub import Call, Hub, Result
+from geartrain_elastic.objects import RankObjects
 from geartrain_elastic.seeding import seeded
 from geartrain_elastic.starter import run_in_members
 from geartrain_spawn.pickles import dump
@@ -97,10 +97,10 @@ class ElasticStrategy:
         self.weight: Any = UNKNOWN
         #: True if ranks have agreed that the training loaders have no more batches in this epoch.
         self.is_exhausted = False
-        #: The rank's attributes that no checkpoint contains; set when its fit begins.
-        self.attributes: Attributes | None = None
-        #: Of a rank that starts again, the attributes to restore.
-        self.saved_attributes: dict[str, dict[str, Any]] = {}
+        #: The rank's objects that no checkpoint contains; set when its fit begins.
+        self.objects: RankObjects | None = None
+        #: Of a rank that starts again, the state of its objects.
+        self.saved_objects = b""
         self._snapshot_is_due = False
         #: The caller of ``on_step_end``.
         self._on_step_end: Callable[..., Any] = _do_nothing
@@ -220,11 +220,13 @@ class ElasticStrategy:
             torch._foreach_copy_(current, means)
         return result
 
-    @hookimpl
-    def on_fit_start(self, run: Run) -> None:
-        self.attributes = Attributes(run)
+    @hookimpl(wrapper=True)
+    def on_fit_start(self, run: Run) -> Generator[None, Any, Any]:
+        results = yield
         if run.world.size > 1:
+            self.objects = RankObjects(run)
             self._on_step_end = run.hooks.replace_caller("on_step_end", self._end_step)
+        return results
 
     def _end_step(self, run: Run) -> Any:
         """Call ``on_step_end`` of all plugins, also their wrappers; then take a snapshot if due."""
@@ -237,11 +239,11 @@ class ElasticStrategy:
 
     def kept_of(self, run: Run) -> dict[str, Any]:
         """Return what only this rank knows and no checkpoint contains, for :meth:`go_on_from`."""
-        assert self.attributes is not None
+        assert self.objects is not None
         return {
             "weight": self.weight,
             "exhausted": self.is_exhausted,
-            "attributes": self.attributes.state(),
+            "objects": self.objects.state(),
             "files": _sizes(run) if run.world.rank == 0 else {},
         }
 
@@ -251,7 +253,7 @@ class ElasticStrategy:
         What was appended to files later is removed: the rank writes it again.
         """
         self.weight, self.is_exhausted = kept["weight"], kept["exhausted"]
-        self.saved_attributes = kept["attributes"]
+        self.saved_objects = kept["objects"]
         for path, size in kept["files"].items():
             if path.exists():
                 os.truncate(path, size)
@@ -364,13 +366,14 @@ class _Coordinator(SeveralRanks):
         self._strategy.is_exhausted = True
 
     def _skipped(self, run: Run, batches: Iterator[Any], count: int) -> Iterator[Any]:
-        hub, attributes = self._strategy.hub, self._strategy.attributes
+        hub, objects = self._strategy.hub, self._strategy.objects
         assert hub is not None
-        assert attributes is not None
+        assert objects is not None
         for number, batch in enumerate(islice(batches, count), 1):
             if number == count:  # the loop restores the rest of its state, and goes on
                 self._strategy._phase = ""
-                attributes.restore(self._strategy.saved_attributes)
+                if run.loop.memory_checkpoint is not None:
+                    objects.restore(self._strategy.saved_objects)
                 hub.go_on(run.world.rank)
             yield batch
 

@@ -1,0 +1,308 @@
+"""The objects of a rank that no checkpoint contains: of its module, data module and callbacks."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import io
+import pickle
+import sys
+from collections import deque
+from collections.abc import Iterator
+from enum import Enum
+from importlib.util import find_spec
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import nn
+
+from geartrain import Run, TrainingError
+from geartrain.plugin_api import warn
+from geartrain_spawn.pickles import Pickler
+
+_numpy: Any = importlib.import_module("numpy") if find_spec("numpy") else None
+_ARRAYS: Any = (_numpy.ndarray,) if _numpy else ()
+#: Objects that never change, except tuples, which may contain others.
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, type, Enum)
+#: Attributes of torch's own: hooks.
+_HOOKS = frozenset(vars(nn.Module())) - {"training", "_parameters", "_buffers", "_modules"}
+#: Packages whose objects have no attributes of the user's.
+_LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "geartrain"}
+
+#: The name of an object, and one of its attributes; ``""`` for its items, bytes or state.
+_Place = tuple[str, str]
+
+
+class RankObjects:
+    """The objects to which the user's module, data module and plugins lead.
+
+    An object that exists when the fit begins is named after its path then, which is the same in
+    every process that starts the rank. A pickle of the state has the names of these objects in
+    place of them, and all other objects once. So a rank that starts again changes its own objects
+    in place, and what was one object for several others is one object again.
+
+    Args:
+        run: its fit begins. Tensors and arrays that stay as they are now are left out.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._objects = dict(_reachable(run))
+        self._names = {id(thing): name for name, thing in self._objects.items()}
+        #: What need not be saved if it is still so: see :meth:`_mark`.
+        self._began: dict[_Place, Any] = {}
+        self._attributes: dict[str, Any] = {}
+        loaded = _in_checkpoints(run.module)
+        for name, thing in self._objects.items():
+            if id(thing) not in loaded:  # which will load something else
+                self._began[name, ""] = self._mark(thing)
+            attributes = _attributes(thing)
+            self._attributes[name] = attributes.keys()
+            for attribute, value in attributes.items():
+                self._began[name, attribute] = self._names.get(id(value))
+        #: What cannot be pickled.
+        self._left_out: set[_Place] = set()
+
+    def state(self) -> bytes:
+        """Return what the objects contain, pickled."""
+        contents = {
+            place: value for place, value in self._contents() if place not in self._left_out
+        }
+        try:
+            return self._pickled(contents)
+        except Exception:
+            for place, value in contents.items():
+                try:
+                    self._pickled(value)
+                except Exception as error:
+                    self._leave_out(place, error)
+        return self._pickled({p: v for p, v in contents.items() if p not in self._left_out})
+
+    def restore(self, state: bytes) -> None:
+        """Let the objects of this process contain what those of another one did."""
+        for (name, attribute), value in _Unpickler(state, self._objects).load().items():
+            if (thing := self._objects.get(name)) is None:
+                continue  # so no other object refers to it
+            if not attribute:
+                _fill(thing, value)
+            elif value is not _Deleted:
+                object.__setattr__(thing, attribute, value)  # past the class's own
+            elif attribute in _attributes(thing):
+                object.__delattr__(thing, attribute)
+
+    def _contents(self) -> Iterator[tuple[_Place, Any]]:
+        loaded = _in_checkpoints(self._run.module)
+        for name, thing in self._objects.items():
+            has_changed = id(thing) not in loaded and self._has_changed(name, "", self._mark(thing))
+            if has_changed and (content := _content(thing)) is not None:
+                yield (name, ""), content
+            attributes = _attributes(thing)
+            for attribute, value in attributes.items():
+                if self._has_changed(name, attribute, self._names.get(id(value))):
+                    yield (name, attribute), value
+            for attribute in self._attributes[name] - attributes.keys():
+                yield (name, attribute), _Deleted
+
+    def _has_changed(self, name: str, attribute: str, mark: Any) -> bool:
+        """True if an object may contain something else there than when the fit began."""
+        return mark is None or self._began.get((name, attribute)) != mark
+
+    def _mark(self, thing: Any) -> Any:
+        """Return a value that is another one if an object has changed; ``None`` if unknown.
+
+        Numbers and strings of the user's are always saved: they may be times, or names of files.
+        """
+        if isinstance(thing, torch.UntypedStorage):
+            return crc32(_memory(thing))
+        if _has_storage(thing):
+            storage, *form = _form(thing)
+            return id(storage), form
+        if isinstance(thing, _ARRAYS) and not thing.dtype.hasobject:
+            return crc32(thing.tobytes()), thing.dtype, thing.shape
+        if isinstance(thing, dict):
+            names = {key: self._names.get(id(value)) for key, value in thing.items()}
+            is_known = all(type(key) is str and name for key, name in names.items())
+            return names if is_known else None
+        return None
+
+    def _pickled(self, contents: Any) -> bytes:
+        file = io.BytesIO()
+        _Pickler(file, self._names).dump(contents)
+        return file.getvalue()
+
+    def _leave_out(self, place: _Place, error: Exception) -> None:
+        self._left_out.add(place)
+        warn(
+            f"{self._run.plan.strategy.label}: {'.'.join(filter(None, place))} cannot be pickled "
+            f"({type(error).__name__}: {error}). In a rank that starts again it is as it was when "
+            "the fit began"
+        )
+
+
+class _Deleted:
+    """In place of an attribute that existed when the fit began."""
+
+
+class _Pickler(Pickler):
+    """Pickle a reference to each object that has a name."""
+
+    def __init__(self, file: Any, names: dict[int, str]) -> None:
+        super().__init__(file)
+        self._names = names
+
+    def persistent_id(self, obj: Any) -> str | None:
+        return self._names.get(id(obj))
+
+    def reducer_override(self, obj: Any) -> Any:
+        if _package(obj).startswith("geartrain"):
+            raise pickle.PicklingError(f"it has an object of {type(obj).__qualname__}")
+        if type(obj) is torch.Tensor and not obj.is_leaf:
+            obj = obj.detach()
+        return super().reducer_override(obj)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, state: bytes, objects: dict[str, Any]) -> None:
+        super().__init__(io.BytesIO(state))
+        self._objects = objects
+
+    def persistent_load(self, pid: Any) -> Any:
+        try:
+            return self._objects[pid]
+        except KeyError:
+            raise TrainingError(
+                f"a rank cannot be taken over: as it starts again it has no {pid}, which it had "
+                "when the fit began. Fix: create the same objects whenever it starts"
+            ) from None
+
+
+# --- which objects --------------------------------------------------------------------------------
+
+
+def _reachable(run: Run) -> Iterator[tuple[str, Any]]:
+    """Yield each object, with the first path that leads to it."""
+    remaining: deque[tuple[str, Any]] = deque([("run", run), ("trainer", run.trainer)])
+    remaining += [(f"optimizer {i}", each) for i, each in enumerate(run.optimizers)]
+    remaining += [(f"scheduler {i}", each.scheduler) for i, each in enumerate(run.schedulers)]
+    remaining += [("module", run.module), ("datamodule", run.trainer.datamodule)]
+    for number, part in enumerate(run.hooks.parts):
+        if part.info.kind == "plugin" and part.info.distribution is None:
+            plugin = getattr(part.plugin, "callback", part.plugin)
+            remaining.append((f"{part.info.name}#{number}", plugin))
+    seen: set[int] = set()
+    while remaining:
+        path, thing = remaining.popleft()
+        if isinstance(thing, _CONSTANTS) or id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if not isinstance(thing, tuple):
+            yield path, thing
+        remaining += [(f"{path}{label}", value) for label, value in _children(thing)]
+
+
+def _children(thing: Any) -> Iterator[tuple[str, Any]]:
+    if _has_storage(thing):
+        yield " storage", thing.untyped_storage()
+    elif isinstance(thing, dict):
+        for number, (key, value) in enumerate(thing.items()):
+            label = repr(key) if isinstance(key, _CONSTANTS) else f"#{number}"
+            yield from ((f"[{label}]", value), (f" key {label}", key))
+    elif isinstance(thing, list | tuple | deque):
+        yield from ((f"[{index}]", value) for index, value in enumerate(thing))
+    elif _is_random(thing) and hasattr(thing, "bit_generator"):  # NumPy's
+        yield " bits", thing.bit_generator
+    yield from ((f".{name}", value) for name, value in _attributes(thing).items())
+
+
+def _attributes(thing: Any) -> dict[str, Any]:
+    """Return the attributes of a module and of a user's object, also those in ``__slots__``."""
+    if isinstance(thing, nn.Module):
+        return {name: value for name, value in vars(thing).items() if name not in _HOOKS}
+    package = _package(thing)
+    if package in _LIBRARIES or package.startswith("geartrain_"):
+        return {}
+    state = object.__getstate__(thing)
+    parts = state if isinstance(state, tuple) else (state,)
+    return {name: value for part in parts if part for name, value in part.items()}
+
+
+def _package(thing: Any) -> str:
+    return type(thing).__module__.partition(".")[0]
+
+
+def _has_storage(thing: Any) -> bool:
+    """True for tensors that are memory and a form: not sparse, quantized or on ``meta``."""
+    if type(thing) not in (torch.Tensor, nn.Parameter):
+        return False
+    return thing.layout is torch.strided and thing.device.type == "cpu" and not thing.is_quantized
+
+
+def _in_checkpoints(module: nn.Module) -> set[int]:
+    """Return the ids of the memory that a checkpoint has."""
+    tensors: list[torch.Tensor] = list(module.parameters())
+    for part in module.modules():
+        kept = part._buffers.keys() - part._non_persistent_buffers_set
+        tensors += [part._buffers[name] for name in kept]  # type: ignore[misc]
+    return {id(each.untyped_storage()) for each in tensors if _has_storage(each)}
+
+
+# --- their contents -------------------------------------------------------------------------------
+
+
+def _content(thing: Any) -> Any:
+    """Return what an object contains besides attributes; ``None`` if that is unknown."""
+    if isinstance(thing, torch.UntypedStorage):
+        return bytearray(_memory(thing))
+    if _has_storage(thing):
+        return _form(thing)
+    if isinstance(thing, _ARRAYS):
+        return thing.copy()
+    if isinstance(thing, dict):
+        return dict(thing)
+    if isinstance(thing, list | deque | set):
+        return list(thing)
+    return thing.__reduce__()[2] if _is_random(thing) else None
+
+
+def _fill(thing: Any, content: Any) -> None:
+    """Let an object contain what :func:`_content` returned for another one."""
+    if isinstance(thing, torch.UntypedStorage):
+        if thing.nbytes() != len(content):
+            thing.resize_(len(content))
+        if content:
+            thing.copy_(torch.frombuffer(content, dtype=torch.uint8).untyped_storage())
+    elif isinstance(thing, torch.Tensor):
+        (storage, dtype, *place, requires_grad), current = content, _form(thing)
+        if current[0] is not storage or current[1:-1] != (dtype, *place):
+            thing.data = torch.empty(0, dtype=dtype).set_(storage, *place)
+        if thing.is_leaf:
+            thing.requires_grad_(requires_grad)
+    elif isinstance(thing, _ARRAYS):
+        thing[...] = content
+    elif isinstance(thing, dict):
+        thing.clear()
+        for key, value in content.items():
+            thing[key] = value
+    elif isinstance(thing, set):
+        thing.clear()
+        thing.update(content)
+    elif isinstance(thing, list | deque):
+        thing.clear()
+        thing.extend(content)
+    else:
+        thing.__setstate__(content)
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+    return tensor.untyped_storage(), tensor.dtype, *place, tensor.requires_grad
+
+
+def _is_random(thing: Any) -> bool:
+    module = type(thing).__module__
+    return type(thing) is torch.Generator or module == "random" or module.startswith("numpy.random")
+
+
+def _memory(storage: torch.UntypedStorage) -> Any:
+    return (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
