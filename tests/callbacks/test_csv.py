@@ -102,6 +102,21 @@ def test_a_header_of_several_lines_is_replaced_whole(tmp_path):
     assert values == [["1.0", "", ""], ["", "2.0", ""], ["", "", "3.0"]]
 
 
+def test_rows_are_cut_also_if_columns_came_later(tmp_path):
+    """The strategy elastic cuts what a rank that died wrote after its state was copied."""
+    path = tmp_path / "t.csv"
+    table = Table(path)
+    for number in range(3):
+        table.add({"step": number, "epoch": 0, "stage": "train", f"a\n{number}": 1.0})
+    table.close()
+    CSVLogger(str(path)).cut(path, 2)
+    assert [line["step"] for line in read(path)] == ["0", "1"]
+    assert path.read_bytes().endswith(b"1,0,train,,1.0,\n")
+    assert Table(path).rows == 2
+    CSVLogger(str(path)).cut(path, 0)
+    assert list(csv.reader(path.open(newline=""))) == [[*OWN, "a\n0", "a\n1", "a\n2"]]
+
+
 def test_a_line_is_written_as_soon_as_it_is_logged(tmp_path):
     path, found = tmp_path / "deep" / "m.csv", []
 

@@ -159,6 +159,22 @@ class Counting(Net):
         self.at("on_before_optimizer_step")
 
 
+class Widens(Net):
+    """Logs another name in each step."""
+
+    def training_step(self, batch, batch_idx):
+        self.log(f"of_step_{self.global_step}", 1.0)
+        return super().training_step(batch, batch_idx)
+
+
+class Saved:
+    """Calls the module's ``at`` when a checkpoint is saved."""
+
+    @gt.hookimpl
+    def on_checkpoint_saved(self, run):
+        run.module.at("on_checkpoint_saved")
+
+
 def fit(
     folder,
     devices,

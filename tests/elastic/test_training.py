@@ -6,11 +6,12 @@ import pytest
 
 import geartrain as gt
 from geartrain.callbacks import AsyncCheckpoint, ModelCheckpoint
+from geartrain.loggers import CSVLogger
 from geartrain_elastic import ElasticStrategy
 from geartrain_resilience.preemption import Preemption
 from geartrain_tensorboard import TensorBoard
 
-from .models import Counting, Net, fit, state
+from .models import Counting, Net, Saved, Widens, fit, state
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -81,6 +82,31 @@ def test_ranks_that_fail_start_again(quiet, tmp_path, capfd, monkeypatch, kills)
     assert said.count("; another one takes its place") == len(kills), said
     assert ("rank 1 was ended by signal 40;" in said) is ("real-time" in str(kills))
     assert json.loads((folder / "summary.json").read_text())["status"] == "done"
+
+
+def test_a_killed_rank_leaves_the_files_of_a_quiet_run(tmp_path):
+    """Also if it dies before its state was copied, and after a column made metrics.csv wider."""
+    found = []
+    kills = [("on_checkpoint_saved", 1, 0), ("training_step", 7, 0), ("on_checkpoint_saved", 9, 0)]
+    for name in ("quiet", "killed"):
+        folder = tmp_path / name
+        weights = {"save_weights_only": True, "filename": "weights-{step}", "save_top_k": -1}
+        plugins = [
+            ModelCheckpoint(every_n_train_steps=1, **weights),
+            ModelCheckpoint("loss_step", every_n_train_steps=1, save_top_k=2, save_last=True),
+            CSVLogger(),
+            CSVLogger(str(tmp_path / f"{name}.csv")),
+            Saved(),
+        ]
+        net = {"flags": str(tmp_path), "kills": kills if name == "killed" else []}
+        fit(folder, 2, net=net, kind=Widens, log_every_n_steps=1, plugins=plugins)
+        files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.ckpt"))
+        tables = folder / "metrics.csv", tmp_path / f"{name}.csv", folder / "metrics.jsonl"
+        found.append((files, *(path.read_text() for path in tables)))
+    assert all((tmp_path / f"killed-{number}").exists() for number in range(len(kills)))
+    assert found[0][0] == found[1][0]
+    assert found[0] == found[1]
+    assert found[0][1] == found[0][2]
 
 
 @pytest.mark.matrix

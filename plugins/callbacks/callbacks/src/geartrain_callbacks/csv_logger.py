@@ -98,6 +98,23 @@ class CSVLogger:
             return self.path
         return None if output is None else output / "metrics.csv"
 
+    def appended_files(self) -> dict[Path, int]:
+        """Return the table and its rows: its size changes with each new column.
+
+        If the rank dies and starts again, the strategy ``elastic`` calls :meth:`cut` with them.
+        """
+        return {} if self._table is None else {self._table.path: self._table.rows}
+
+    def cut(self, path: Path, rows: int) -> None:
+        """Remove the rows of a table after so many; its columns stay."""
+        with path.open(encoding="utf-8", newline="") as file:
+            head = len(line(next(csv.reader(file), ())))
+        with path.open("r+b") as table:
+            table.seek(head)
+            for _ in range(rows):
+                table.readline()
+            table.truncate()
+
     def _close(self) -> None:
         table, self._table = self._table, None
         if table is not None:
@@ -116,12 +133,16 @@ class Table:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
+        #: Rows in the file, without the header.
+        self.rows = 0
         self._columns: list[str] = []
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.stat().st_size:
             with path.open(encoding="utf-8", newline="") as file:
-                self._columns = next(csv.reader(file))
+                reader = csv.reader(file)
+                self._columns = next(reader)
+                self.rows = sum(1 for _ in reader)
             if tuple(self._columns[: len(COLUMNS)]) != COLUMNS:
                 raise TrainingError(
                     f"{path} is not a table of metrics: "
@@ -142,6 +163,7 @@ class Table:
             self._add_columns(columns)
         self._columns = columns
         self._file.append(line(row.get(name, "") for name in columns))
+        self.rows += 1
 
     def close(self) -> None:
         self._file.close()
@@ -150,18 +172,18 @@ class Table:
         """Copy the table with a new header; old lines get empty cells at their ends."""
         old, more = len(line(self._columns)), b"," * (len(columns) - len(self._columns)) + b"\n"
         try:
-            with replacing(self._path) as target:
+            with replacing(self.path) as target:
                 target.write(line(columns))
-                with self._path.open("rb") as source:
+                with self.path.open("rb") as source:
                     source.seek(old)
                     # Values are numbers and stages, so only names may contain a line break.
                     for text in source:
                         target.write(text[:-1] + more)
-                shutil.copymode(self._path, target.name)
+                shutil.copymode(self.path, target.name)
                 self._file.close()  # first, because Windows does not replace an open file
         finally:
             self._file.close()
-            self._file = AppendedFile(self._path)
+            self._file = AppendedFile(self.path)
 
 
 def line(cells: Iterable[Any]) -> bytes:

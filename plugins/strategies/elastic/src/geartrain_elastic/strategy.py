@@ -31,9 +31,6 @@ from geartrain_spawn.pickles import dump
 #: Ranks have not agreed yet.
 UNKNOWN = "unknown"
 
-#: Files of the run's folder to which lines are appended.
-_APPENDED = ("metrics.jsonl", "metrics.csv")
-
 #: Plugins that are refused, and why.
 _REFUSED = {
     "async_checkpoint": "a process that dies would lose the file that it still writes",
@@ -244,19 +241,20 @@ class ElasticStrategy:
             "weight": self.weight,
             "exhausted": self.is_exhausted,
             "objects": self.objects.state(),
-            "files": _sizes(run) if run.world.rank == 0 else {},
+            "files": _ends(run) if run.world.rank == 0 else [],
         }
 
-    def go_on_from(self, kept: dict[str, Any]) -> None:
+    def go_on_from(self, run: Run, kept: dict[str, Any]) -> None:
         """Set what :meth:`kept_of` returned, before the rank starts again.
 
         What was appended to files later is removed: the rank writes it again.
         """
         self.weight, self.is_exhausted = kept["weight"], kept["exhausted"]
         self.saved_objects = kept["objects"]
-        for path, size in kept["files"].items():
+        for number, path, end in kept["files"]:
             if path.exists():
-                os.truncate(path, size)
+                cut = os.truncate if number is None else run.hooks.parts[number].plugin.cut
+                cut(path, end)
 
     # --- where the run is -------------------------------------------------------------------------
 
@@ -308,8 +306,9 @@ class ElasticStrategy:
     def broadcast(self, run: Run, obj: Any, src: int) -> Any:
         is_source = run.world.rank == src
         call = Call(f"broadcast from rank {src}", pickle.dumps(obj) if is_source else b"")
-        data = self._exchange(run, call).data
-        return obj if is_source else pickle.loads(data[src])
+        data = self._exchange(run, call).data[src]
+        # A source that starts again gets what it had sent: a time or a random name may differ now.
+        return obj if is_source and data == call.data else pickle.loads(data)
 
     @hookimpl
     def barrier(self, run: Run) -> None:
@@ -399,12 +398,20 @@ def _do_nothing(**_: object) -> None:
     """Do nothing: no run has begun."""
 
 
-def _sizes(run: Run) -> dict[Path, int]:
-    """Return the sizes of the files to which lines are appended."""
-    paths = [] if run.output is None else [run.output / name for name in _APPENDED]
-    for part in run.hooks.parts:
-        paths += getattr(part.plugin, "appended_files", list)()
-    return {path: path.stat().st_size for path in paths if path.exists()}
+def _ends(run: Run) -> list[tuple[int | None, Path, int]]:
+    """Return the files to which lines are appended, and their sizes.
+
+    If a plugin counts in its own way, its number comes first; it cuts its files itself.
+    """
+    paths = [] if run.output is None else [run.output / "metrics.jsonl"]
+    ends: list[tuple[int | None, Path, int]] = []
+    for number, part in enumerate(run.hooks.parts):
+        files: Any = getattr(part.plugin, "appended_files", list)()
+        if isinstance(files, dict):
+            ends += [(number, path, end) for path, end in files.items()]
+        else:
+            paths += files
+    return [*ends, *((None, path, path.stat().st_size) for path in paths if path.exists())]
 
 
 def _bytes_of(tensors: Sequence[torch.Tensor]) -> bytes:
