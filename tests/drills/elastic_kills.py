@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from kill_and_resume import NEVER, differences, draw, forked, kill_of, program
 
-#: Seconds after which a process that hangs is killed; one that is stopped after fewer.
-TIMEOUT, STOPPED = 6.0, 2.0
+#: Seconds after which a process that hangs is killed, and one that is stopped. Some start for 10 s.
+TIMEOUT, STOPPED = 15.0, 2.0
 
 
 def case_of(seed: int, number: int) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Training with elastic: equal bits on any number of processes, also if some die."""
 
 import json
+import os
 
 import pytest
 
@@ -8,6 +9,7 @@ import geartrain as gt
 from geartrain.callbacks import AsyncCheckpoint, ModelCheckpoint
 from geartrain.loggers import CSVLogger
 from geartrain_elastic import ElasticStrategy
+from geartrain_parallel import rendezvous, sealed
 from geartrain_resilience.preemption import Preemption
 from geartrain_tensorboard import TensorBoard
 
@@ -29,6 +31,14 @@ def test_one_process_has_the_bits_of_two(quiet, tmp_path):
     assert trainer.world_size == 2
     notes = trainer.plan.as_dict()["notes"]
     assert notes == {"system processes": "1 for 2 rank(s); a dead one is replaced"}
+
+
+def test_processes_read_nothing_of_other_programs_in_the_store(quiet):
+    store = rendezvous._program[os.getpid()]
+    keys = [key for key in store.list_keys() if key.startswith("elastic/")]
+    assert len(keys) >= 4  # of two processes, and of gloo
+    for key in keys:
+        assert sealed.unseal(store.get(key), key)
 
 
 def test_ddp_has_the_same_bits(quiet, tmp_path):

@@ -262,7 +262,7 @@ class Hub:
 
     def done_by(self, rank: int) -> int:
         """Return the number of collectives that a rank of this process has done."""
-        return self._seats[rank].done
+        return self._seats[rank].done if rank in self._seats else 0
 
     @property
     def has_failed(self) -> bool:

@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
-from geartrain import Run, UsageError
+from geartrain import Run, TrainingError, UsageError
 from geartrain.parallel import ClusterEnvironment, raise_on_signals, rendezvous
 from geartrain_elastic.group import Group
 from geartrain_elastic.hub import Hub, RandomState, Snapshot
 from geartrain_parallel.forks import adopt_temporary_folder, guard_forks, let_children_die
+from geartrain_parallel.rendezvous import SealedStore
 from geartrain_spawn.files import AnonymousFile
 from geartrain_spawn.handover import outcome, registered_names
 from geartrain_spawn.pickles import pickle_by_value_for_workers
@@ -141,10 +142,9 @@ def main(job: Job) -> None:
 class _Member:
     def __init__(self, job: Job) -> None:
         self._job, self._hub = job, Hub(job.ranks)
-        self._store = PrefixStore(
-            job.key, rendezvous.connect(job.address, job.port, _CONNECT, job.number)
-        )
-        self._rank_store = PrefixStore("run", self._store.clone())  # type: ignore[attr-defined]
+        store = rendezvous.connect(job.address, job.port, _CONNECT, job.number)
+        self._store = SealedStore(store, f"{job.key}/")
+        self._rank_store = SealedStore(store.clone(), f"{job.key}/run/")  # type: ignore[attr-defined]
         self._lacks_state = job.is_new
         self._random = RandomState.now()
         self._ranks: set[int] = set()
@@ -182,13 +182,9 @@ class _Member:
                 self._tell(Waits((self._generation, done)))
 
     def _await_news(self, lost: BaseException) -> None:
-        """Wait for the next generation; end this process if none comes.
-
-        Raises:
-            RuntimeError: the connections have been lost, and no process has ended.
-        """
+        """Wait for the next generation; if none comes, end this process with an error."""
         if not self._job.link.poll(_CONNECT.total_seconds()):
-            raise RuntimeError(f"process {self._job.number} has lost the others") from lost
+            self._fail(min(self._ranks, default=0), lost)
 
     def _tell(self, message: Any) -> None:
         with self._lock, suppress(OSError):
@@ -210,7 +206,7 @@ class _Member:
         try:
             group = Group(store, self._index, [ranks for _, ranks in generation.members], _CONNECT)
             self._align(group)
-        except RuntimeError as error:  # a process has gone meanwhile
+        except (RuntimeError, TrainingError) as error:  # a process has gone meanwhile
             self._await_news(error)
             return False
         self._errors = generation.errors

@@ -113,7 +113,10 @@ def _connected(run: Run, place: ClusterEnvironment, key: str, timeout: timedelta
         name = sockets.interface(place)
         if name is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        run.store = rendezvous.run_store(place, key, timeout)
+        store = rendezvous.run_store(place, key, timeout)
+        # Not for NCCL, whose threads ask the store when Python may have ended.
+        is_sealed = run.plan.accelerator.name == "cpu" and sealed.SECRET in os.environ
+        run.store = rendezvous.SealedStore(store) if is_sealed else store
         yield
     except BaseException as error:
         report(error)

@@ -9,18 +9,63 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError, DistNetworkError
 
 from geartrain import TrainingError
 from geartrain.plugin_api import ClusterEnvironment
+from geartrain_parallel import sealed
 from geartrain_parallel.sockets import bind, own_address
 
 #: Process id -> the program's store. A forked rank must connect again, and must not destroy the
 #: store of its starter.
 _program: dict[int, TCPStore] = {}
+
+
+class SealedStore(Store):
+    """A store from which ranks read only what a rank of the program has written.
+
+    torch's C++, such as gloo, calls these methods, too, while this object exists.
+
+    Args:
+        store: with the values.
+        prefix: of its keys.
+    """
+
+    def __init__(self, store: TCPStore, prefix: str = "") -> None:
+        super().__init__()
+        self._store, self._prefix, self.host, self.port = store, prefix, store.host, store.port
+
+    def set(self, key: str, value: str | bytes) -> None:
+        key, data = self._prefix + key, value.encode() if isinstance(value, str) else value
+        self._store.set(key, sealed.seal(data, key))  # type: ignore[arg-type]  # it takes bytes
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key, once it is there.
+
+        Raises:
+            TrainingError: no rank of this program has written it.
+        """
+        return sealed.unseal(self._store.get(self._prefix + key), self._prefix + key)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(self._prefix + key, amount)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._store.check([self._prefix + key for key in keys])
+
+    def wait(self, keys: Sequence[str], *timeout: timedelta) -> None:
+        self._store.wait([self._prefix + key for key in keys], *timeout)
+
+    def clone(self) -> SealedStore:
+        """Return the same store with a connection of its own."""
+        return SealedStore(self._store.clone(), self._prefix)  # type: ignore[attr-defined]
 
 
 def serve(listener: socket.socket, timeout: timedelta) -> TCPStore:
@@ -97,8 +142,9 @@ def run_store(place: ClusterEnvironment, key: str, timeout: timedelta) -> TCPSto
     store = serve(bind(own_address(place), None), timeout) if place.rank == 0 else None
     try:
         if store is not None:
-            program.set(f"run/{key}", f"{store.host} {store.port}")
-        address, port = program.get(f"run/{key}").decode().split()
+            told = sealed.seal(f"{store.host} {store.port}".encode(), key)
+            program.set(f"run/{key}", told)  # type: ignore[arg-type]  # it takes bytes
+        address, port = sealed.unseal(program.get(f"run/{key}"), key).decode().split()
     except DistNetworkError as error:
         lost = "the connection through which ranks meet is closed, as after a run that failed"
         raise TrainingError(

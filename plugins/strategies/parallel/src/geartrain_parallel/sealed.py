@@ -3,7 +3,8 @@
 A rank unpickles what it receives, which may run code. A store on the loopback interface has no
 password: any local process that finds its port may write there, and so lead a rank to itself.
 Ranks that geartrain starts on one node therefore share a secret, which /proc shows to the same user
-alone, and a rank reads only what has been sealed with it.
+alone, and a rank reads only what has been sealed with it. So does gloo, which would crash on bytes
+that it cannot parse: ranks on CPUs give it a :class:`geartrain_parallel.rendezvous.SealedStore`.
 """
 
 from __future__ import annotations
@@ -25,25 +26,30 @@ def share_secret() -> None:
     os.environ.setdefault(SECRET, secrets.token_hex(SIZE))
 
 
-def seal(data: bytes) -> bytes:
-    """Return data with its seal in front."""
-    return _seal_of(data) + data
+def seal(data: bytes, key: str = "") -> bytes:
+    """Return data with its seal in front.
+
+    Args:
+        key: of the data in a store; nobody can move them to another one.
+    """
+    return _seal_of(data, key) + data
 
 
-def unseal(data: bytes) -> bytes:
-    """Return the data that was sealed.
+def unseal(data: bytes, key: str = "") -> bytes:
+    """Return the data that was sealed with the same key.
 
     Raises:
         TrainingError: no rank of this run has sealed it.
     """
     content = data[SIZE:]
-    if not hmac.compare_digest(data[:SIZE], _seal_of(content)):
+    if not hmac.compare_digest(data[:SIZE], _seal_of(content, key)):
         message = "a message to this rank was not sent by a rank of this run"
         hint = f"let no other program use its ports, and give all ranks the same {SECRET}"
         raise TrainingError(f"{message}. Fix: {hint}")
     return content
 
 
-def _seal_of(data: bytes) -> bytes:
-    secret = os.environ.get(SECRET)
-    return hmac.digest(secret.encode(), data, "sha256") if secret else bytes(SIZE)
+def _seal_of(data: bytes, key: str) -> bytes:
+    secret, text = os.environ.get(SECRET), key.encode()
+    content = len(text).to_bytes(8, "little") + text + data
+    return hmac.digest(secret.encode(), content, "sha256") if secret else bytes(SIZE)

@@ -36,9 +36,9 @@ class Nodes:
         if self._count > 1 and store is not None:
             from torch._C._distributed_c10d import TCPStore
 
-            assert isinstance(store, TCPStore)  # geartrain-parallel makes no other
+            address, port = store.host, store.port  # type: ignore[attr-defined]  # a TCPStore's
             self._store = TCPStore(
-                store.host, store.port, None, False, timeout=_TIMEOUT, wait_for_workers=False
+                address, port, None, False, timeout=_TIMEOUT, wait_for_workers=False
             )
 
     def exchange(self, figures: dict[str, float]) -> dict[str, float]:
