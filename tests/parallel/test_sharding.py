@@ -162,6 +162,38 @@ def test_without_a_seed_rank_0_draws_one_for_all():
     assert len(drawn) == 1
 
 
+def with_generator(place, seed):
+    """Return a shuffled loader whose user gave a seeded generator to the loader or its sampler."""
+    generator = torch.Generator().manual_seed(seed)
+    if place == "loader":
+        return DataLoader(range(24), shuffle=True, generator=generator)
+    sampler = RandomSampler(range(24), generator=generator)
+    if place == "sampler":
+        return DataLoader(range(24), sampler=sampler)
+    return DataLoader(range(24), batch_sampler=BatchSampler(sampler, 1, False))
+
+
+@pytest.mark.parametrize("place", ["loader", "sampler", "batch sampler"])
+@pytest.mark.parametrize("plan_seed", [None, 3])
+def test_the_users_generator_seeds_the_order_as_in_one_process(place, plan_seed):
+    def order(seed):
+        run = run_of(0, 2, seed=plan_seed)
+        return numbers([b.tolist() for b in shard(run, with_generator(place, seed), "train")])
+
+    assert order(7) == order(7)
+    assert order(7) != order(8)
+
+
+def test_without_the_plans_seed_seed_everything_seeds_the_order_and_the_next_fit_has_another():
+    loader, orders = DataLoader(range(24), shuffle=True), []
+    for _ in range(2):
+        gt.seed_everything(1)
+        runs = [run_of(0, 2, seed=None) for _ in range(2)]
+        orders.append([numbers([b.tolist() for b in shard(r, loader, "train")]) for r in runs])
+    assert orders[0] == orders[1]
+    assert orders[0][0] != orders[0][1]
+
+
 # --- custom samplers ------------------------------------------------------------------------------
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -97,11 +96,16 @@ def _part(items: Iterable[Any], rank: int, size: int, even: bool) -> Iterator[An
     return iter(items[rank::size] or items[:1])
 
 
-def agree_on_seed(run: Run) -> int:
-    """Return the seed of the data's order: the plan's, or one that rank 0 draws."""
-    seed = run.plan.options.seed
-    drawn = random.SystemRandom().randrange(2**32) if seed is None else seed
-    return int(run.hooks.broadcast(run=run, obj=drawn, src=0))
+def agree_on_seed(run: Run, generators: Sequence[torch.Generator]) -> int:
+    """Return the seed of the data's order.
+
+    As in one process it follows from the first of the loader's own generators; without one from the
+    plan's seed, or from torch's generator, which the user may have seeded. Rank 0's is used.
+    """
+    seed, own = run.plan.options.seed, next(iter(generators), None)
+    if own is not None or seed is None:  # on each rank: their generators stay alike
+        seed = int(torch.empty((), dtype=torch.int64).random_(0, 2**32, generator=own))
+    return int(run.hooks.broadcast(run=run, obj=seed, src=0))
 
 
 def shard(run: Run, loader: Iterable[Any], stage: str) -> Iterable[Any]:
@@ -142,7 +146,7 @@ def shard(run: Run, loader: Iterable[Any], stage: str) -> Iterable[Any]:
     batches = loader.batch_sampler
     if any(isinstance(sampler, DistributedSampler) for sampler in Stage([loader]).samplers()):
         return loader
-    even, seed = stage == "train", agree_on_seed(run)
+    even, seed = stage == "train", agree_on_seed(run, list(Stage([loader]).generators()))
     if batches is None:
         return with_samplers(loader, StridedShard(loader.sampler, rank, size, even, seed), None)
     if type(batches) is BatchSampler and stage != "predict":
