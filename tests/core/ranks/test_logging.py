@@ -174,7 +174,7 @@ def test_many_metrics_take_as_many_collectives_as_one():
         ]
 
     for one, many in zip(counted(1), counted(300), strict=True):
-        assert len(one.calls) == len(many.calls) <= 16
+        assert len(one.calls) == len(many.calls) <= 17
         assert (
             one.of_flush[:-1] == many.of_flush[:-1] == [2, 2, 2]
         )  # after the last step the epoch ends too

@@ -128,6 +128,7 @@ def fit(run: Run) -> None:
         restore_random_state(run)
     else:
         hooks.on_train_start(run=run)
+        run.coordinator.check_agreement(run)
         first, began, untrained = run.epoch, run.step, _versions(run)
         while within_epoch or not _is_done(run):
             train_epoch(run)
@@ -163,6 +164,7 @@ def train_epoch(run: Run) -> None:
     run.loop.step_plateaus(run, "epoch")
     with torch.no_grad():
         run.coordinator.broadcast_buffers(run)
+    run.coordinator.check_agreement(run)
     run.loop.batches_seen += run.batch_idx
     hooks.on_epoch_end(run=run)
 

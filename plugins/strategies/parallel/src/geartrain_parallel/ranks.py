@@ -22,7 +22,7 @@ from geartrain.plugin_api import (
     map_tensors,
     warn,
 )
-from geartrain_parallel import gathering, metrics as metrics_of_ranks, predictions
+from geartrain_parallel import agreement, gathering, metrics as metrics_of_ranks, predictions
 from geartrain_parallel.collectives import of_data_ranks
 from geartrain_parallel.uneven_inputs import (
     is_sure,
@@ -158,6 +158,9 @@ class SeveralRanks(RankCoordinator):
         first = run.hooks.broadcast(run=run, obj=local, src=0)
         for name in first.keys() & buffers.keys():
             buffers[name].copy_(first[name])
+
+    def check_agreement(self, run: Run) -> None:
+        agreement.check(run)
 
     def outputs(self, run: Run, mine: list[Any], loader: Any) -> list[Any]:
         return predictions.from_all_ranks(run, mine, loader)

@@ -102,9 +102,9 @@ def agree_on_seed(run: Run, generators: Sequence[torch.Generator]) -> int:
     As in one process it follows from the first of the loader's own generators; without one from the
     plan's seed, or from torch's generator, which the user may have seeded. Rank 0's is used.
     """
-    seed, own = run.plan.options.seed, next(iter(generators), None)
-    if own is not None or seed is None:  # on each rank: their generators stay alike
-        seed = int(torch.empty((), dtype=torch.int64).random_(0, 2**32, generator=own))
+    seed, generator = run.plan.options.seed, next(iter(generators), None)
+    if generator is not None or seed is None:  # on each rank: their generators stay alike
+        seed = int(torch.empty((), dtype=torch.int64).random_(0, 2**32, generator=generator))
     return int(run.hooks.broadcast(run=run, obj=seed, src=0))
 
 

@@ -1,0 +1,98 @@
+"""Find a rank that has changed alone what all ranks should have in common."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from geartrain import Run, TrainingError
+
+#: Bytes of an element -> the integers of that size.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+def check(run: Run) -> None:
+    """Compare frozen parameters, the optimizers' options and, where ranks share them, weights.
+
+    It costs one collective of one number, and reads the weights once.
+
+    Raises:
+        TrainingError: a rank differs; on every rank, with the rank and the first differences.
+    """
+    facts = {**_frozen(run), **_options(run), **_weights(run)}
+    digest = torch.tensor([zlib.crc32(repr(facts).encode())], dtype=torch.float64)
+    digests = run.hooks.log_sync(run=run, values=digest)[:, 0].tolist()
+    most = max(digests, key=digests.count)  # the first of these, if several are as frequent
+    usual, other = digests.index(most), next((i for i, d in enumerate(digests) if d != most), None)
+    if other is None:
+        return
+    expected, actual = (
+        run.hooks.broadcast(run=run, obj=facts if run.world.rank == rank else None, src=rank)
+        for rank in (usual, other)
+    )
+    names = [n for n in {**expected, **actual} if expected.get(n) != actual.get(n)]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    differences = "; ".join(_difference(n, expected.get(n), actual.get(n)) for n in names[:3])
+    raise TrainingError(
+        f"rank {other} has changed alone: {differences}{more}, seen from rank {usual}. "
+        "Fix: change weights, learning rates and requires_grad on every rank, in the same way"
+    )
+
+
+def _difference(name: str, expected: Any, actual: Any) -> str:
+    shown = not name.startswith("the weight ") and None not in (expected, actual)
+    return f"{name} is {actual!r}, not {expected!r}" if shown else name
+
+
+def _frozen(run: Run) -> dict[str, Any]:
+    named = run.module.named_parameters(remove_duplicate=False)  # a rank may name one twice
+    return {f"requires_grad of {name}": parameter.requires_grad for name, parameter in named}
+
+
+def _options(run: Run) -> dict[str, Any]:
+    return {
+        f"{key} of group {i} of optimizer {n} ({type(optimizer).__name__})": value
+        for n, optimizer in enumerate(run.optimizers)
+        for i, group in enumerate(optimizer.param_groups)
+        for key, value in _plain(group)
+    }
+
+
+def _plain(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in group.items():
+        if isinstance(value, torch.Tensor):
+            yield key, value.tolist()
+        elif value is None or isinstance(value, bool | int | float | str | tuple):
+            yield key, value
+
+
+def _weights(run: Run) -> dict[str, Any]:
+    """Return a number of each weight's bits; nothing if ranks have parts, or weights of their own.
+
+    A digest of bits: the same gradients and options give the same bits on each rank.
+    """
+    if run.world.data_size < run.world.size or not run.hooks.strategy_can("identical_weights"):
+        return {}
+    sums = {
+        f"the weight {name}": _sum(parameter.detach())
+        for name, parameter in run.module.named_parameters()
+        if parameter.layout is torch.strided and not hasattr(parameter, "device_mesh")
+    }
+    # One wait for the device.
+    numbers = torch.stack(list(sums.values())).tolist() if sums else []
+    return dict(zip(sums, numbers, strict=True))
+
+
+def _sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a tensor's bits, read as integers of 64 bits, on its device."""
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+    width = 8 // flat.element_size()
+    if flat.storage_offset() % width or flat.stride(0) != 1:  # it cannot be viewed as 64 bits
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    end = flat.numel() // width * width
+    tail = flat[end:].view(_INTEGERS[flat.element_size()])
+    return flat[:end].view(torch.int64).sum() + tail.sum(dtype=torch.int64)
