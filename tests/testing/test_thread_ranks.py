@@ -8,7 +8,7 @@ import pytest
 import torch
 from regression import Net, one_trainer, samples
 from threads import on_threads
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import geartrain as gt
 import geartrain_testing.recorder
@@ -299,3 +299,26 @@ def test_an_error_on_one_rank_ends_all_and_is_raised_itself(rank, phase):
         assert {(rank, "KeyError"), (1 - rank, "TrainingError")} <= set(events)
     assert {thread.name for thread in threading.enumerate()}.isdisjoint({"rank-0", "rank-1"})
     trainer.validate(Net(), DataLoader(samples(4)))  # the error does not affect the next run
+
+
+class Table(Net):
+    """A table with sparse gradients, whose rows not every rank uses."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = torch.nn.Embedding(4, 1, sparse=True)
+
+    def training_step(self, batch, batch_idx):
+        return (self.table(batch[0]) - 1).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.table.parameters(), 0.1)
+
+
+def test_sparse_gradients_are_averaged_over_ranks():
+    rows = TensorDataset(torch.tensor([0, 1, 1, 3, 2, 2, 0, 1]))
+    one, two = Table(), Table()
+    one_trainer().fit(one, DataLoader(rows, 4))
+    on_threads(2)[0].fit(two, DataLoader(rows, 2))
+    assert torch.allclose(one.table.weight, two.table.weight)

@@ -134,7 +134,7 @@ class ThreadRanks:
             found = [grad for grad in grads if grad is not None]
             if found:  # else the gradient stays None, as in one process
                 mean = reduce(torch.add, [grad / run.world.size for grad in found])
-                if parameter.grad is None:
+                if parameter.grad is None or mean.is_sparse:  # a copy would miss other rows
                     parameter.grad = mean
                 else:
                     parameter.grad.detach().copy_(mean)

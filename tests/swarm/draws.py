@@ -1,0 +1,174 @@
+"""Random draws: the same for the same seed and number."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from . import pools
+from .borders import BORDERS, STARTS_PROCESSES
+from .program import Draw
+
+#: Strategies that give two ranks one process's weights; bagua does by default.
+EQUAL_TO_ONE = tuple(name for name in pools.strategies() if name not in ("single", "ddp2"))
+#: Plugins that change the training, which the loop by hand does not know.
+TRAINS_OTHERWISE = ("accumulation_scheduler", "backbone_finetuning", "early_stopping", "ema", "swa")
+
+
+def weighted(choose: random.Random, common: Any, others: Sequence[Any], chance: float) -> Any:
+    """Return the common value, or by the chance one of the others."""
+    return choose.choice(others) if choose.random() < chance else common
+
+
+def draw(seed: int, number: int, border: str = "", processes: bool = True) -> Draw:
+    """Return a draw.
+
+    Args:
+        border: of the draw; default: any.
+        processes: False without strategies that start processes, which import torch again.
+    """
+    choose = random.Random(f"{seed} {number}")
+    names = [border] if border else [n for n in BORDERS if processes or n != "death"]
+    chosen = choose.choice(names)
+    known = pools.strategies()
+    strategies = [
+        name for name in known if processes or name not in (*STARTS_PROCESSES, "deepspeed")
+    ]
+    strategy = weighted(choose, "single", strategies, 0.35)
+    made = Draw(
+        border=chosen,
+        strategy=strategy,
+        precision=weighted(choose, "32-true", pools.precisions(), 0.4),
+        optimizer=choose.choice(pools.optimizers()),
+        scheduler=weighted(choose, "", [scheduler(choose)], 0.8),
+        interval=choose.choice(["epoch", "step"]),
+        plugins=plugins(choose),
+        implied=tuple(weighted(choose, (), [(name,) for name in pools.implied()], 0.25)),
+        loader=choose.choice(pools.loaders()),
+        optimisation=weighted(choose, "automatic", ["several", "manual"], 0.4),
+        accumulate=choose.choice([1, 1, 2, 3]),
+        validation=choose.choice(["epoch", "epoch", "none", "inside", "half", "rare"]),
+        hook=weighted(choose, "", pools.module_hooks(), 0.3),
+        noise=choose.random() < 0.3,
+        clip=choose.random() < 0.2,
+        sanity=choose.choice([0, 2]),
+        moment=choose.choice(["epoch", "epoch", "validation"]),
+        saved=choose.choice(["auto", "auto", "now"]),
+    )
+    if "SparseAdam" in made.optimizer:  # torch clips no sparse gradient
+        made = replace(made, clip=False)
+    if any("accumulation_scheduler" in name for name in made.plugins):
+        made = replace(made, accumulate=1, optimisation="automatic")
+    if made.optimisation == "manual":  # which steps and clips by itself
+        made = replace(made, accumulate=1, clip=False)
+    if made.saved == "now":  # an event before its own checkpoint comes again after a resume
+        made = replace(made, hook=made.hook and "on_train_epoch_end")
+    if made.validation == "none" and made.moment == "validation":
+        made = replace(made, moment="epoch")
+    return LIMITS.get(chosen, lambda choose, made, strategies: made)(choose, made, strategies)
+
+
+def plugins(choose: random.Random) -> tuple[str, ...]:
+    """Return up to three plugins; often two of one class, in any order."""
+    known = pools.plugins()
+    chosen = [choose.choice(known) for _ in range(choose.choice([0, 1, 2, 3]))]
+    if len(chosen) > 1 and choose.random() < 0.3:
+        name = chosen[0].partition(".")[0]
+        chosen[1] = choose.choice([each for each in known if each.partition(".")[0] == name])
+    return tuple(chosen)
+
+
+def scheduler(choose: random.Random, depth: int = 0) -> str:
+    """Return a scheduler; a third are nested, at most two deep."""
+    while not pools.torch_can(text := _scheduler(choose, depth)):
+        pass
+    return text
+
+
+def _scheduler(choose: random.Random, depth: int) -> str:
+    if depth > 1 or choose.random() < 0.6:
+        return str(choose.choice(pools.nested() if depth else pools.schedulers()))
+    parts = [scheduler(choose, depth + 1) for _ in range(2)]
+    return f"{choose.choice(pools.NESTS)}({','.join(parts)})"
+
+
+def same_on_ranks(choose: random.Random, made: Draw, strategies: list[str]) -> Draw:
+    """Leave out what the number of ranks changes by its meaning: noise, streams, random orders."""
+    ordered = ("plain", "dataset:TensorDataset", "dataset:StackDataset", "dataset:ConcatDataset")
+    loader = choose.choice([*ordered, "sampler:SequentialSampler", "iterable"])
+    hook = made.hook if "valid" not in made.hook else ""
+    precision = choose.choice(["32-true", "64-true"])
+    steady = {"LBFGS", "Rprop", "Adafactor"}  # signs and line searches amplify rounding
+    optimizer = "SGD" if made.optimizer in steady else made.optimizer
+    return replace(
+        made, loader=loader, hook=hook, noise=False, precision=precision, optimizer=optimizer
+    )
+
+
+def on_strategies(choose: random.Random, made: Draw, strategies: list[str]) -> Draw:
+    several = [name for name in strategies if name in EQUAL_TO_ONE]
+    made = replace(same_on_ranks(choose, made, strategies), strategy=choose.choice(several))
+    return replace(
+        made, other=choose.choice([n for n in [*several, "single"] if n != made.strategy])
+    )
+
+
+def on_sizes(choose: random.Random, made: Draw, strategies: list[str]) -> Draw:
+    several = [name for name in strategies if name in EQUAL_TO_ONE]
+    made = replace(same_on_ranks(choose, made, strategies), strategy=choose.choice(several))
+    return replace(made, other=choose.choice(["1", "4"]), loader="plain")
+
+
+def on_elastic(choose: random.Random, made: Draw, strategies: list[str]) -> Draw:
+    return replace(made, strategy="elastic")
+
+
+def in_a_loop(choose: random.Random, made: Draw, strategies: list[str]) -> Draw:
+    plugins = [name for name in made.plugins if name.partition(".")[0] not in TRAINS_OTHERWISE]
+    return replace(
+        made,
+        strategy="single",
+        precision=choose.choice(["32-true", "64-true"]),
+        plugins=tuple(plugins),
+        hook="",
+        noise=False,
+        # What a plateau sees between two validations is a decision of the loop's, which
+        # tests/core/loop has.
+        validation=choose.choice(["epoch", "none"]),
+        interval="epoch" if "Plateau" in made.scheduler else made.interval,
+    )
+
+
+def without_validation_hook(choose: random.Random, made: Draw, strategies: list[str]) -> Draw:
+    """A sanity check calls the hooks of a validation."""
+    return replace(made, hook="" if "validation" in made.hook else made.hook)
+
+
+#: What a border needs, or cannot promise.
+LIMITS: dict[str, Callable[[random.Random, Draw, list[str]], Draw]] = {
+    "ranks": on_strategies,
+    "other_strategy": on_strategies,
+    "other_size": on_sizes,
+    "death": on_elastic,
+    "by_hand": in_a_loop,
+    "sanity": without_validation_hook,
+}
+
+
+def simpler(made: Draw) -> list[Draw]:
+    """Return draws with one value less each, of which the simplest that fails is looked for."""
+    default = Draw()
+    found = [
+        replace(made, **{field.name: getattr(default, field.name)})
+        for field in fields(Draw)[3:]
+        if getattr(made, field.name) != getattr(default, field.name)
+    ]
+    found += [
+        replace(made, plugins=made.plugins[:n] + made.plugins[n + 1 :])
+        for n in range(len(made.plugins))
+        if len(made.plugins) > 1
+    ]
+    if "(" in made.scheduler:
+        inside = pools.split(made.scheduler.partition("(")[2].removesuffix(")"))
+        found += [replace(made, scheduler=part) for part in inside]
+    return found

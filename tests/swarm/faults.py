@@ -1,0 +1,70 @@
+"""Faults that are known and not yet mended: the list shrinks.
+
+test_swarm.py fails if the example of an entry no longer fails: then remove the entry.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .pools import SHARDED
+from .program import Draw
+
+#: Borders at which a run resumes.
+RESUMES = ("killed", "error", "epochs", "other_strategy", "other_size")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault: its cause, a draw that shows it, and the draws that may meet it."""
+
+    cause: str
+    example: str
+    covers: Callable[[Draw], bool]
+
+
+FAULTS = [
+    Fault(
+        "a checkpoint leaves out the state of MultiStepLR: its Counter is no plain data",
+        "killed single scheduler=MultiStepLR",
+        lambda draw: "MultiStepLR" in draw.scheduler and draw.border in RESUMES,
+    ),
+    Fault(
+        "a checkpoint that is saved within a window has the random state of that moment, and "
+        "resumes at the window's first batch",
+        "killed single loader=shuffled accumulate=3 saved=now",
+        lambda draw: (
+            draw.saved == "now" and draw.border in ("killed", "error") and draw.accumulate > 1
+        ),
+    ),
+    Fault(
+        "a checkpoint that is saved within a validation skips the rest of it after a resume",
+        "error single validation=rare moment=validation saved=now",
+        lambda draw: (
+            draw.saved == "now"
+            and draw.border in ("killed", "error")
+            and draw.moment == "validation"
+        ),
+    ),
+    Fault(
+        "torch's DistributedDataParallel divides some gradients twice if others are sparse",
+        "ranks ddp optimizer=SparseAdam",
+        lambda draw: draw.optimizer == "SparseAdam" and draw.strategy != "single",
+    ),
+    Fault(
+        "compile under tensor_parallel ends with an error of Dynamo's",
+        "sanity tensor_parallel plugins=compile loader=sampler:SubsetRandomSampler",
+        lambda draw: "compile" in draw.plugins and "tensor_parallel" in (draw.strategy, draw.other),
+    ),
+    Fault(
+        "an optimizer that fsdp cannot step is refused at its first step, not before",
+        "sanity fsdp optimizer=Adafactor",
+        lambda draw: bool(
+            draw.optimizer in ("Adafactor", "LBFGS") and {draw.strategy, draw.other} & {*SHARDED}
+        ),
+    ),
+]
+
+
+def reason(draw: Draw) -> str:
+    """Return the cause of a known fault that a draw may meet, or ``""``."""
+    return next((fault.cause for fault in FAULTS if fault.covers(draw)), "")
