@@ -103,6 +103,8 @@ class _Process:
     #: Seconds for which it has waited there, and for which it has been stopped (SIGSTOP).
     waited: float = 0.0
     stopped: float = 0.0
+    #: The reason for which the starter has killed it.
+    killed: str = ""
     failed: Failed | None = None
 
     @property
@@ -299,13 +301,16 @@ class _Members:
             each.stopped = each.stopped + passed if is_stopped(each.pid) else 0.0
             # A process that waits says so every second.
             each.waited = each.waited + passed if current - each.heard < 3.0 else 0.0
-        late = [p for p in processes if p.stopped > patience.stopped]
-        if max((each.waited for each in processes), default=0.0) > limit:
-            late += [p for p in processes if not p.waited and p not in late]
-        for each in late:
-            each.process.kill()
-            each.process.join()
-        return late
+        others_wait = max((each.waited for each in processes), default=0.0) > limit
+        for each in processes:
+            if each.stopped > patience.stopped:
+                each.killed = f"was stopped (SIGSTOP) for {patience.stopped:g} s"
+            elif others_wait and not each.waited:
+                each.killed = f"kept the others waiting for {limit:g} s (--strategy.timeout)"
+            if each.killed:
+                each.process.kill()
+                each.process.join()
+        return [each for each in processes if each.killed]
 
     def _replace(self, dead: list[_Process]) -> None:
         if self._successors:  # they have no ranks yet: ask again
@@ -423,4 +428,4 @@ def _describe(process: _Process) -> str:
     name = f"the process of rank{'s' * (len(process.ranks) > 1)} {ranks}"
     if process.failed is not None:
         return f"rank {process.failed.rank} failed: {process.failed.message}"
-    return f"{name} {describe_exit(process.process.exitcode or 0)}"
+    return f"{name} {process.killed or describe_exit(process.process.exitcode or 0)}"
