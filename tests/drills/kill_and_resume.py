@@ -28,7 +28,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -208,7 +208,8 @@ class Moments:
     Args:
         kills: each with ``at``: the number of the moment, 0: never; ``rank``; ``all``: kill all
             processes; ``done``: a file, if a rank that starts again must not be killed again;
-            ``way``: ``"kill"``, ``"stop"`` (SIGSTOP), or ``"hang"`` (an endless wait in Python).
+            ``way``: ``"kill"``, ``"stop"`` (SIGSTOP), ``"hang"`` (an endless wait in Python), or
+            ``"error"``, in a step.
     """
 
     def __init__(self, kills: list[dict[str, Any]], rank: int) -> None:
@@ -237,11 +238,13 @@ class Moments:
                     if os.path.exists(kill["done"]):
                         continue
                     os.close(os.open(kill["done"], os.O_CREAT))
+                way = kill.get("way", "kill")
                 if before is not None:
                     before()
+                elif way == "error":  # in a logger's operation on a file it would be a warning
+                    raise OSError("the network was away")
                 if kill["all"]:
                     os.killpg(int(os.environ["DRILL_GROUP"]), signal.SIGKILL)
-                way = kill.get("way", "kill")
                 if way == "hang":
                     threading.Event().wait()
                 os.kill(os.getpid(), signal.SIGSTOP if way == "stop" else signal.SIGKILL)
@@ -301,7 +304,14 @@ def callbacks_of(case: dict[str, Any]) -> list[Any]:
     return found
 
 
-def program(case: dict[str, Any], folder: str, kills: list[dict[str, Any]]) -> None:
+def program(
+    case: dict[str, Any],
+    folder: str,
+    kills: list[dict[str, Any]],
+    kind: type[Net] = Net,
+    more: Sequence[Any] = (),
+) -> None:
+    """Train a module of this kind, with more plugins than those of the case."""
     torch.set_num_threads(1)
     os.environ.setdefault("DRILL_GROUP", str(os.getpgid(0)))
     # With three ranks the order of additions depends on the buckets, which torch's DDP orders anew
@@ -323,10 +333,10 @@ def program(case: dict[str, Any], folder: str, kills: list[dict[str, Any]]) -> N
         num_sanity_val_steps=case["sanity"],
         enable_progress_bar=False,
         output=Path(folder, "run"),
-        plugins=[*callbacks_of(case), Ends(folder)],
+        plugins=[*callbacks_of(case), *more, Ends(folder)],
         seed=1,
     )
-    module = Net(case)
+    module = kind(case)
     module.kills = kills
     trainer.fit(module, ckpt_path="auto")
 
@@ -448,8 +458,11 @@ def differences(whole: Path, other: Path) -> list[str]:
         sorted(path.relative_to(one).as_posix() for path in one.rglob("*") if path.is_file())
         for one in (whole, other)
     ]
-    # Logs of ranks are named alike, and a killed run may leave the error of a rank.
-    first, second = ({name for name in one if "logs/" not in name} for one in names)
+    # Logs of ranks are named alike, and a killed run may leave the error of a rank. Those of
+    # TensorBoard are named after the time and the process.
+    first, second = (
+        {name for name in one if "logs/" not in name and "tfevents" not in name} for one in names
+    )
     if first != second:
         found.append(f"files: {sorted(first ^ second)}")
     for name in sorted(first & second):

@@ -66,18 +66,15 @@ class RankObjects:
 
     def state(self) -> bytes:
         """Return what the objects contain, pickled."""
-        contents = {
-            place: value for place, value in self._contents() if place not in self._left_out
-        }
         try:
-            return self._pickled(contents)
+            return self._pickled(dict(self._contents()))
         except Exception:
-            for place, value in contents.items():
+            for place, value in self._contents():
                 try:
                     self._pickled(value)
                 except Exception as error:
                     self._leave_out(place, error)
-        return self._pickled({p: v for p, v in contents.items() if p not in self._left_out})
+        return self._pickled(dict(self._contents()))
 
     def restore(self, state: bytes) -> None:
         """Let the objects of this process contain what those of another one did."""
@@ -106,7 +103,8 @@ class RankObjects:
 
     def _has_changed(self, name: str, attribute: str, mark: Any) -> bool:
         """True if an object may contain something else there than when the fit began."""
-        return mark is None or self._began.get((name, attribute)) != mark
+        place = name, attribute
+        return (mark is None or self._began.get(place) != mark) and place not in self._left_out
 
     def _mark(self, thing: Any) -> Any:
         """Return a value that is another one if an object has changed; ``None`` if unknown.
@@ -135,8 +133,7 @@ class RankObjects:
         self._left_out.add(place)
         warn(
             f"{self._run.plan.strategy.label}: {'.'.join(filter(None, place))} cannot be pickled "
-            f"({type(error).__name__}: {error}). In a rank that starts again it is as it was when "
-            "the fit began"
+            f"({type(error).__name__}: {error}), so a rank that starts again has another one"
         )
 
 
