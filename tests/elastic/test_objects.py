@@ -48,7 +48,7 @@ def run_of(module, *plugins):
     return SimpleNamespace(
         module=module,
         hooks=SimpleNamespace(parts=parts),
-        trainer=SimpleNamespace(datamodule=None),
+        trainer=object(),
         plan=SimpleNamespace(strategy=SimpleNamespace(label="elastic")),
         optimizers=[],
         schedulers=[],

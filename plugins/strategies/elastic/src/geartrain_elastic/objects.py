@@ -1,4 +1,4 @@
-"""The objects of a rank that no checkpoint contains: of its module, data module and callbacks."""
+"""The objects of a rank that no checkpoint contains: those of its module and callbacks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _Place = tuple[str, str]
 
 
 class RankObjects:
-    """The objects to which the user's module, data module and plugins lead.
+    """The objects to which the user's module and plugins lead.
 
     An object that exists when the fit begins is named after its path then, which is the same in
     every process that starts the rank. A pickle of the state has the names of these objects in
@@ -182,7 +182,7 @@ def _reachable(run: Run) -> Iterator[tuple[str, Any]]:
     remaining: deque[tuple[str, Any]] = deque([("run", run), ("trainer", run.trainer)])
     remaining += [(f"optimizer {i}", each) for i, each in enumerate(run.optimizers)]
     remaining += [(f"scheduler {i}", each.scheduler) for i, each in enumerate(run.schedulers)]
-    remaining += [("module", run.module), ("datamodule", run.trainer.datamodule)]
+    remaining.append(("module", run.module))
     for number, part in enumerate(run.hooks.parts):
         if part.info.kind == "plugin" and part.info.distribution is None:
             plugin = getattr(part.plugin, "callback", part.plugin)
