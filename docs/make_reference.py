@@ -79,7 +79,8 @@ API_SECTIONS = {
         *("close_batches", "length", "drawing_from"),
     ),
     "The module and its optimizers": (
-        *("StepForwarder", "overridden", "OVERRIDES", "parameters_of", "load_optimizer"),
+        *("StepForwarder", "overridden", "OVERRIDES", "match_names", "parameters_of"),
+        "load_optimizer",
     ),
     "Nested values": ("map_tensors", "map_nested", "move", "not_plain"),
     "Metrics and loggers": (

@@ -177,6 +177,30 @@ def test_a_wrong_class_is_named_with_the_weights_that_differ(saved):
     assert "Fix: " in message
 
 
+@pytest.mark.parametrize(
+    ("map_location", "device"),
+    [
+        (None, "cpu"),
+        ("meta", "meta"),
+        (torch.device("cpu"), "cpu"),
+        ({"cuda:1": "cuda:0"}, "cpu"),
+        ({"cpu": "meta"}, "meta"),
+        (lambda storage, location: storage, "cpu"),
+        (lambda storage, location: None, "cpu"),
+    ],
+)
+def test_map_location_is_the_modules_device(saved, map_location, device):
+    loaded = Net.load_from_checkpoint(saved(Net(3)), map_location=map_location)
+    assert {parameter.device.type for parameter in loaded.parameters()} == {device}
+
+
+def test_an_instance_does_not_load_another(saved):
+    path, module = saved(Net(3)), Net(3)
+    with pytest.raises(AttributeError, match=r"a new module\. Fix: call it on the class"):
+        module.load_from_checkpoint(path)
+    assert not hasattr(module, "load_from_checkpoint")
+
+
 def test_another_shape_is_named_with_both(saved):
     with pytest.raises(gt.UsageError, match=r"layers\.0\.weight \[3, 3\], here \[4, 3\]"):
         Net.load_from_checkpoint(saved(Net(3)), hidden=4)
@@ -186,7 +210,7 @@ def test_another_shape_is_named_with_both(saved):
     ("override", "message"),
     [
         ({"hiden": 4}, "no argument 'hiden'. Did you mean 'hidden'?"),
-        ({"map_location": "cpu"}, "no argument 'map_location'. Fix: leave it out"),
+        ({"weights_only": True}, "no argument 'weights_only'. Fix: leave it out"),
     ],
 )
 def test_an_unknown_override_is_refused(saved, override, message):

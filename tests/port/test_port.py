@@ -378,7 +378,19 @@ Net.load_from_checkpoint(path, map_location='cpu', strict=False, hidden=3)
 ->
 from geartrain import Module
 class Net(Module): ...
-Net.load_from_checkpoint(path, strict=False, hidden=3)
+Net.load_from_checkpoint(path, map_location='cpu', strict=False, hidden=3)
+
+import lightning as L
+class Store: ...
+class Net(L.LightningModule): ...
+Store.load_from_checkpoint("a", "folder", map_location="cpu", weights_only=True)
+Net.load_from_checkpoint("a", "cpu", weights_only=True)
+->
+import geartrain as gt
+class Store: ...
+class Net(gt.Module): ...
+Store.load_from_checkpoint("a", "folder", map_location="cpu", weights_only=True)
+Net.load_from_checkpoint("a", map_location="cpu")
 
 import lightning as L
 t = L.Trainer()

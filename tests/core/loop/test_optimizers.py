@@ -272,6 +272,24 @@ def test_an_optimizer_whose_step_has_no_closure_argument():
     assert fit(Net(lambda parameters: NoClosure(parameters, lr=0.1))).global_step == 6
 
 
+class NoGrad(torch.optim.SGD):
+    """A step without gradients and with a required closure, as older optimizers have it."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        loss = closure()
+        super().step()
+        return loss
+
+
+def test_the_closure_computes_gradients_whatever_the_step_turns_off():
+    net, expected = Net(lambda p: NoGrad(p, lr=0.1)), Net()
+    expected.load_state_dict(net.state_dict())
+    fit(net)
+    fit(expected)
+    assert_equal(net, expected)
+
+
 def test_an_overridden_zero_grad_is_called():
     class Keeps(torch.optim.SGD):
         calls = 0
@@ -338,6 +356,15 @@ def test_plateau_follows_a_metric_of_training():
     assert net.rates[0] == 0.5**2
 
 
+def test_plateau_waits_for_the_first_validation():
+    net = Worse(on_plateau(monitor="val_loss_epoch"))
+    fit(net, val=loader(), max_epochs=6, check_val_every_n_epoch=2)
+    assert net.rates[0] == 0.5**2  # 1, 3, 5
+    net = Worse(on_plateau(monitor="val_loss_epoch"))
+    with pytest.raises(GeartrainError, match=r"not logged"):  # and never will be
+        fit(net, val=loader(), max_epochs=6, check_val_every_n_epoch=7)
+
+
 def test_plateau_whose_metric_is_missing_is_an_error_that_names_it():
     net = Configured(on_plateau(monitor="val_los"))
     with pytest.raises(GeartrainError, match=r"'val_los'.*not logged.*Did you mean 'val_loss'"):
@@ -368,12 +395,9 @@ def test_plateau_by_steps_judges_each_validation_once(interval):
 
 
 def test_plateau_judges_each_value_once():
-    net = Configured(on_plateau(monitor="val", strict=False))
+    net = Configured(on_plateau(monitor="val"))
     net.validation_step = lambda batch, batch_idx: net.log("val", 1.0)
-    with pytest.warns(
-        UserWarning, match="monitors 'val', which was not logged"
-    ):  # in the first epoch
-        fit(net, val=loader(), check_val_every_n_epoch=2, max_epochs=6)
+    fit(net, val=loader(), check_val_every_n_epoch=2, max_epochs=6)
     assert net.rates[0] == 0.5**2
 
 

@@ -20,7 +20,7 @@ from geartrain.errors.distributions import import_optional
 from geartrain.files.atomic import make_folder, reason
 from geartrain.files.paths import user_path
 from geartrain.launch.cluster import detect
-from geartrain.module.module import overridden
+from geartrain.module.module import match_names, overridden
 
 if TYPE_CHECKING:
     from geartrain.hooks.manager import Hooks
@@ -115,17 +115,23 @@ def load(run: Run, start: InitialCheckpoint) -> None:
         raise TrainingError(f"{path} is not a checkpoint of geartrain: it has no 'model'.")
     if start.resumes:
         check_resumable(run, state, path, start.may_be_done)
-    weights, trained = state["model"], state.get("trained")
-    if start.resumes and isinstance(trained, dict) and trained.keys() == weights.keys():
-        weights = trained  # the others are an average: geartrain-callbacks' ema
+    trained = state.get("trained")
+    if start.resumes and isinstance(trained, dict) and trained.keys() == state["model"].keys():
+        state["model"] = trained  # the others are an average: geartrain-callbacks' ema
+    if overridden(run.module, "on_load_checkpoint"):
+        before = dict(state["model"])
+        run.module.on_load_checkpoint(state)
+        names = {id(weight): name for name, weight in before.items()}
+        renamed = {names.get(id(weight)): name for name, weight in state["model"].items()}
+        for saved in state["fit"]["optimizers"] if start.resumes else ():
+            saved["parameters"] = [renamed.get(name, name) for name in saved["parameters"]]
+    match_names(state["model"], run.module)
     try:
-        run.hooks.load_model_state(run=run, state=weights)
+        run.hooks.load_model_state(run=run, state=state["model"])
     except (RuntimeError, TypeError) as error:
         raise TrainingError(f"{path} does not fit {type(run.module).__name__}: {error}") from error
     if start.resumes:
         load_training_state(run, state["fit"], path)
-    if overridden(run.module, "on_load_checkpoint"):
-        run.module.on_load_checkpoint(state)
 
 
 def find_checkpoint_file(

@@ -18,6 +18,7 @@ from torch.utils.serialization import config
 
 from geartrain.errors import TrainingError, UsageError
 from geartrain.files.atomic import replacing
+from geartrain.module.nested import not_plain
 
 #: The beginning and the end of the comment of an archive that geartrain wrote.
 _MARK, _END = b"geartrain ", b"\n"
@@ -27,9 +28,13 @@ def write(state: dict[str, Any], path: Path) -> None:
     """Write a checkpoint whole or not at all.
 
     Raises:
-        TrainingError: the disk is full, or the folder cannot be written to.
+        TrainingError: the disk is full, the folder cannot be written to, or no run could read it.
     """
     fit = state.get("fit") or {}
+    for name, value in state.items():
+        if (kind := not_plain(value)) is not None:
+            message = f"a checkpoint with {kind} under {name!r} could not be read again"
+            raise TrainingError(f"{message}. Fix: tensors, numbers, strings, lists, dicts of them")
     done = " ".join(str(fit.get(name, "")) for name in ("epoch", "step", "batch_idx"))
     comment = _MARK + done.encode() + _END
     with replacing(path) as file:

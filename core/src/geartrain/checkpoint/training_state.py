@@ -135,9 +135,14 @@ def _named(thing: Any) -> dict[str, Any]:
 
 
 def parameter_names(run: Run, optimizer: Optimizer) -> list[str]:
-    """Return the names of an optimizer's parameters, in its order; ``""`` if not the module's."""
-    named = {parameter: name for name, parameter in run.module.named_parameters()}
-    return [named.get(p, "") for group in optimizer.param_groups for p in group["params"]]
+    """Return the names of an optimizer's parameters, in its order; raise if it has others."""
+    named = {p: name.replace("_orig_mod.", "") for name, p in run.module.named_parameters()}
+    names = [named.get(p, "") for group in optimizer.param_groups for p in group["params"]]
+    if "" in names:
+        owner = f"{type(optimizer).__name__}, which {type(run.module).__name__} does not have"
+        message = f"no checkpoint could restore parameter {names.index('')} of {owner}"
+        raise TrainingError(f"{message}. Fix: register it in __init__, and change it in place")
+    return names
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,18 +231,19 @@ def check_resumable(run: Run, state: dict[str, Any], path: Path, may_be_done: bo
             f"{path} was saved after {fit['batch_idx']} batches of an epoch, which now has "
             f"{total}. Fix: use the same data and batch size"
         )
-    _check_same_classes("optimizer", fit["optimizers"], list(run.optimizers), path)
-    _check_same_classes("scheduler", fit["schedulers"], [s.scheduler for s in run.schedulers], path)
+    schedulers = [schedule.scheduler for schedule in run.schedulers]
+    for kind, current in (("optimizer", run.optimizers), ("scheduler", schedulers)):
+        classes = [item["class"] for item in fit[f"{kind}s"]]
+        _refuse_others(path, kind + " {}", classes, [type(item).__name__ for item in current])
 
 
-def _check_same_classes(kind: str, saved: list[dict[str, Any]], new: list[Any], path: Path) -> None:
-    saved_classes = [item["class"] for item in saved]
-    classes = [type(item).__name__ for item in new]
-    if saved_classes != classes:
+def _refuse_others(path: Path, kind: str, saved: list[str], current: list[str]) -> None:
+    """Refuse others than the saved ones: states are paired with them by their order alone."""
+    pairs = enumerate(zip_longest(saved, current, fillvalue="none"))
+    for index, was, present in ((i, a, b) for i, (a, b) in pairs if a != b):
         raise TrainingError(
-            f"{path} has the {kind}s {', '.join(saved_classes) or 'none'}, and "
-            f"configure_optimizers made {', '.join(classes) or 'none'}. "
-            "Fix: use the same ones, or start from the weights alone with checkpoint="
+            f"{path}: {kind.format(index)} was {was}, and is {present} now. Fix: use the same in "
+            "the same order, or start from the weights alone with checkpoint="
         )
 
 
@@ -250,15 +256,16 @@ def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
     if other_settings := import_optional("geartrain_callbacks.other_settings"):
         other_settings.warn_of(run, fit, path)
     for optimizer, saved in zip(run.optimizers, fit["optimizers"], strict=True):
-        current = parameter_names(run, optimizer)
-        _refuse_other_parameters(optimizer, saved["parameters"], current, path)
-        with _named_in_errors(path, type(optimizer).__name__):
+        kind, names = f"parameter {{}} of {saved['class']}", parameter_names(run, optimizer)
+        _refuse_others(path, kind, saved["parameters"], names)
+        with _named_in_errors(path, saved["class"]):
             load_optimizer(optimizer, saved["state"])
     for schedule, saved in zip(run.schedulers, fit["schedulers"], strict=True):
         schedule.set_progress(saved["progress"])
-        if saved["state"] is not None:
-            with _named_in_errors(path, type(schedule.scheduler).__name__):
-                schedule.scheduler.load_state_dict(saved["state"])
+        with _named_in_errors(path, saved["class"]):
+            if saved["state"] is None:
+                raise ValueError("the file has none. Fix: give it a state_dict() of plain values")
+            schedule.scheduler.load_state_dict(saved["state"])
     for name, stage in run.stages.items():
         stage.set_seeds(fit["seeds"].get(name, []))
     run.step, run.epoch = fit["step"], fit["epoch"]
@@ -307,21 +314,6 @@ def _warn_of_replay(run: Run, batch_idx: int) -> None:
     if drawn is not None and run.epoch and run.world.rank == 0:
         message = f"the dataset of {describe(drawn)} has a random generator, which starts again"
         warn(f"{message}. Fix: draw from the generators of torch, NumPy and random")
-
-
-def _refuse_other_parameters(
-    optimizer: Optimizer, saved: list[str], current: list[str], path: Path
-) -> None:
-    """Refuse other parameters: torch pairs state and parameters by their order alone."""
-    if saved == current:
-        return
-    pairs = enumerate(zip_longest(saved, current, fillvalue="none"))
-    index, was, present = next((i, a, b) for i, (a, b) in pairs if a != b)
-    raise TrainingError(
-        f"{path}: parameter {index} of {type(optimizer).__name__} was {was or 'unnamed'}, "
-        f"and is {present or 'unnamed'} now. Fix: use the same parameters in the same order, "
-        "or start from the weights alone with checkpoint="
-    )
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 from geartrain.errors.distributions import import_from
+from geartrain.module.nested import not_plain
 
 #: An object's id -> every argument of its ``__init__``, while the object lives. The object does not
 #: hold them: then all of them would have to pickle.
@@ -45,7 +46,8 @@ class HyperparametersMixin:
         made = super().__new__(cls)
         _MADE_WITH[id(made)] = arguments = _arguments(cls, made, args, kwargs)
         weakref.finalize(made, _MADE_WITH.pop, id(made), None).atexit = False
-        plain = {name: value for name, value in arguments.items() if _is_plain(value)}
+        types = (bool, int, float, str)
+        plain = {name: v for name, v in arguments.items() if not_plain(v, types) is None}
         # A checkpoint cannot hold the others.
         defaults = {n: p.default for n, p in inspect.signature(cls.__init__).parameters.items()}
         others = [n for n, v in arguments.items() if n not in plain and v is not defaults.get(n)]
@@ -98,13 +100,3 @@ def _arguments(
         else:
             found[name] = value
     return found
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return type(value) is dict and all(
-            isinstance(key, str) and _is_plain(item) for key, item in value.items()
-        )
-    if isinstance(value, list | tuple):
-        return type(value) in (list, tuple) and all(map(_is_plain, value))
-    return value is None or type(value) in (bool, int, float, str)

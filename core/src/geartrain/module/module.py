@@ -27,6 +27,15 @@ class NotAttached(RuntimeError, AttributeError):
     """``module.trainer`` of a module that no trainer runs or ran."""
 
 
+class _OfClass(classmethod):  # type: ignore[type-arg]
+    """``load_from_checkpoint``, which an instance does not have: it makes another one."""
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        if instance is None:
+            return super().__get__(None, owner)
+        raise AttributeError("load_from_checkpoint makes a new module. Fix: call it on the class")
+
+
 class Module(HyperparametersMixin, nn.Module):
     """A model with all that its training needs: ``training_step`` and ``configure_optimizers``.
 
@@ -67,7 +76,8 @@ class Module(HyperparametersMixin, nn.Module):
             checkpoint_path: the file.
             strict: raise if a weight is missing, unexpected or of another shape; ``False``: load
                 those that fit, and print which.
-            overrides: arguments of ``__init__`` in place of the file's, or that it cannot hold.
+            overrides: arguments of ``__init__`` in place of the file's, or that it cannot hold; and
+                ``map_location``, the module's device, otherwise the CPU.
 
         Raises:
             UsageError: no such file, an argument is missing or unknown, or weights do not fit.
@@ -76,6 +86,9 @@ class Module(HyperparametersMixin, nn.Module):
         loading = import_from("geartrain_callbacks.from_checkpoint", "load_from_checkpoint")
         module: Self = loading.load(cls, checkpoint_path, strict, overrides)
         return module
+
+    if not TYPE_CHECKING:
+        load_from_checkpoint = _OfClass(load_from_checkpoint.__func__)
 
     # --- the module's run -------------------------------------------------------------------------
 
@@ -103,11 +116,13 @@ class Module(HyperparametersMixin, nn.Module):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """As nn.Module's, but keep the error of ``trainer``, and find submodules faster."""
+            """As nn.Module's, but keep the errors of two names, and find submodules faster."""
             modules = self.__dict__.get("_modules")
             if modules is not None and name in modules:
                 return modules[name]
-            return type(self).trainer.fget(self) if name == "trainer" else super().__getattr__(name)
+            if name in ("trainer", "load_from_checkpoint"):
+                return object.__getattribute__(self, name)
+            return super().__getattr__(name)
 
     @property
     def device(self) -> torch.device:
@@ -584,7 +599,7 @@ class Module(HyperparametersMixin, nn.Module):
         """Add tensors and plain values to a checkpoint before it is written."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Read the values that ``on_save_checkpoint`` added."""
+        """Read the values that ``on_save_checkpoint`` added; change ``checkpoint["model"]``."""
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle of the model must not contain the trainer, its plugins and its data.
@@ -628,6 +643,13 @@ class DataModule(HyperparametersMixin):
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if key != "trainer"}
+
+
+def match_names(weights: dict[str, Any], module: nn.Module) -> None:
+    """Name weights as a module does: torch.compile of a part puts ``_orig_mod.`` into names."""
+    names = {name.replace("_orig_mod.", ""): name for name in module.state_dict()}
+    for name in list(weights):
+        weights[names.get(name.replace("_orig_mod.", ""), name)] = weights.pop(name)
 
 
 def overridden(thing: Module | DataModule | type[Module | DataModule], name: str) -> bool:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
 
-#: The types that a checkpoint can hold beside tensors, and lists, tuples, sets and dicts of them.
-_PLAIN = (bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
+#: The types that a checkpoint can hold, and lists, tuples, sets and dicts of them.
+_PLAIN: tuple[type, ...] = (bool, int, float, complex, str, bytes, bytearray)
+_PLAIN += (torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype, torch.device)
 
 
 def map_tensors(
@@ -68,16 +69,16 @@ def map_nested(data: Any, function: Callable[[Any], Any]) -> Any:
     return data
 
 
-def not_plain(value: Any) -> str | None:
+def not_plain(value: Any, plain: tuple[type, ...] = _PLAIN) -> str | None:
     """Return the class of the first item that ``torch.load(weights_only=True)`` could not read.
 
-    ``None`` if it can read all: tensors, numbers, strings; lists, tuples, sets and dicts of them.
+    ``None`` if it can read all: tensors, numbers, strings; lists, tuples, sets and dicts of them;
+    classes that the program has added to ``torch.serialization.add_safe_globals``.
     """
-    is_whole = isinstance(value, torch.Tensor) and not hasattr(value, "full_tensor")  # no DTensor
-    if is_whole or value is None or type(value) in _PLAIN:
+    if value is None or type(value) in (*plain, *torch.serialization.get_safe_globals()):
         return None
-    if type(value) in (dict, OrderedDict):
+    if type(value) in (dict, OrderedDict, Counter):
         value = (*value, *value.values())
     elif type(value) not in (list, tuple, set):
         return f"{type(value).__module__}.{type(value).__qualname__}"
-    return next((found for item in value if (found := not_plain(item)) is not None), None)
+    return next((found for item in value if (found := not_plain(item, plain)) is not None), None)

@@ -31,7 +31,7 @@ __all__ = [  # noqa: F405
     "MetricOptions", "PluginInfo", "RankCoordinator", "Registry", "Stage", "StepForwarder",
     "TrainerBase", "check_attributes", "check_module", "close_batches", "detect", "drawing_from",
     "experiment", "is_of_user", "length", "libraries", "load_optimizer", "map_nested",
-    "map_tensors", "move", "nearest", "not_plain", "overridden", "parameters_of",
+    "map_tensors", "match_names", "move", "nearest", "not_plain", "overridden", "parameters_of",
     "raise_on_signals", "read_checkpoint", "reductions", "remove_abandoned", "replacing",
     "user_path", "warn", "with_samplers", "write_instead",
 ]

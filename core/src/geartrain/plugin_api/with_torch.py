@@ -14,6 +14,6 @@ from geartrain.metrics import reductions
 from geartrain.metrics.experiment import experiment
 from geartrain.metrics.local import LocalMetric, MetricOptions
 from geartrain.metrics.objects import libraries
-from geartrain.module.module import overridden
+from geartrain.module.module import match_names, overridden
 from geartrain.module.nested import map_nested, map_tensors, move, not_plain
 from geartrain.planning.trainer_base import TrainerBase

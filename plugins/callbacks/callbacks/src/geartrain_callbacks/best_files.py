@@ -41,8 +41,8 @@ class BestFiles:
 
     def __init__(self, mode: str, save_top_k: int, planned: Path | None) -> None:
         self.mode, self.save_top_k = mode, save_top_k
-        #: The file that this fit resumed from, if it is in the folder.
-        self._source = ""
+        #: The file in the folder that this fit resumed from; the same if it is to stay for good.
+        self._source = self._chosen = ""
         #: The run's folder when the state was saved; only compared, never opened.
         self._output = ""
         #: The folder that the next fit writes to, and the folder of the named files.
@@ -105,7 +105,7 @@ class BestFiles:
         self._old += [
             name
             for name, new in ((turn.drop, turn.name), (self._last, turn.last))
-            if new and name not in ("", new)
+            if new and name not in ("", new, self._chosen)
         ]
         self._last = turn.last or self._last
         if turn.name:

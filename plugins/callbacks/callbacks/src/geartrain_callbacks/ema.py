@@ -32,6 +32,8 @@ class EMA(FreshStart, PluginCallback):
     In a checkpoint, ``model`` is the validated version: the average, with the trained weights
     beside it as ``trained``. With ``validate=False`` it holds the trained weights, with the
     average beside them as ``average``. Before the first update the checkpoint has only ``model``.
+    If ``on_load_checkpoint`` of the module renames a weight, its average is renamed, too; the
+    average of a weight that it changes starts again from the new one.
 
     Args:
         decay: the share of the average that an update keeps, between 0 and 1.
@@ -81,6 +83,10 @@ class EMA(FreshStart, PluginCallback):
         #: Updates done.
         self.updates = 0
         self._loaded: dict[str, torch.Tensor] | None = None
+        #: The weights in the file from which a fit resumes, with their ``_version``.
+        self._saved: dict[str, tuple[Any, int]] = {}
+        #: The module's weights -> their names in the file; ``None``: the user's hook made it.
+        self._sources: dict[str, str | None] = {}
 
     @hookimpl
     def on_run_start(self, run: Run) -> None:
@@ -89,7 +95,7 @@ class EMA(FreshStart, PluginCallback):
         self._replaced = False
         tensors: list[tuple[str, torch.Tensor]] = [*run.module.named_parameters()]
         tensors += run.module.named_buffers() if self._use_buffers else ()
-        kept = {name: t.detach() for name, t in tensors if t.is_floating_point()}
+        kept = {_plain(name): t.detach() for name, t in tensors if t.is_floating_point()}
         self._names, self._tensors, self._trained = list(kept), list(kept.values()), None
         self._weights = list(map(local, self._tensors))
         self._average = [
@@ -100,7 +106,27 @@ class EMA(FreshStart, PluginCallback):
         ]
         if self._loaded is not None:
             self._restore(self._loaded)
-        self._loaded = None
+        self._loaded, self._saved, self._sources = None, {}, {}
+
+    @hookimpl(wrapper=True)
+    def load_checkpoint(self, run: Run) -> Generator[None, Any, Any]:
+        state = yield
+        self._saved = {}
+        if run.loop.start is not None and run.loop.start.resumes and isinstance(state, dict):
+            weights = state.get("trained", state.get("model"))
+            items = weights.items() if isinstance(weights, dict) else ()
+            self._saved = {n: (t, t._version) for n, t in items if isinstance(t, torch.Tensor)}
+        return state
+
+    @hookimpl(wrapper=True)
+    def load_model_state(self, state: dict[str, Any]) -> Generator[None, Any, Any]:
+        same = {
+            id(t): _plain(n) for n, (t, version) in self._saved.items() if t._version == version
+        }
+        self._sources = (
+            {_plain(n): same.get(id(t)) for n, t in state.items()} if self._saved else {}
+        )
+        return (yield)
 
     @hookimpl
     @torch.no_grad()
@@ -165,7 +191,12 @@ class EMA(FreshStart, PluginCallback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the average from this state."""
-        self.updates, self._loaded = state["updates"], dict(state["average"]) or None
+        average = {_plain(name): tensor for name, tensor in state["average"].items()}
+        if self._sources:
+            in_file, sources = set(map(_plain, self._saved)), self._sources.items()
+            renamed = {name: average[old] for name, old in sources if old in average}
+            average = {n: t for n, t in average.items() if n not in in_file} | renamed
+        self.updates, self._loaded = state["updates"], average or None
 
     @torch.no_grad()
     def _into_module(self, run: Run) -> None:
@@ -203,8 +234,9 @@ class EMA(FreshStart, PluginCallback):
     def _restore(self, state: dict[str, torch.Tensor]) -> None:
         tensors = dict(zip(self._names, self._tensors, strict=True))
         shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-        differences = sorted(set(shapes) ^ set(state)) or [
-            n for n in shapes if shapes[n] != list(state[n].shape)
+        changed = {name for name, source in self._sources.items() if source is None}
+        differences = sorted((set(shapes) ^ set(state)) - changed) or [
+            n for n in state if shapes[n] != list(state[n].shape)
         ]
         if differences:
             raise UsageError(
@@ -212,4 +244,9 @@ class EMA(FreshStart, PluginCallback):
                 f"{differences[0]} differs. Fix: pass the module that it averaged"
             )
         for name, average in zip(self._names, self._average, strict=True):
-            average.copy_(part_of(state[name], tensors[name]))
+            if name in state:
+                average.copy_(part_of(state[name], tensors[name]))
+
+
+def _plain(name: str) -> str:
+    return name.replace("_orig_mod.", "")  # torch.compile of a part puts it into names

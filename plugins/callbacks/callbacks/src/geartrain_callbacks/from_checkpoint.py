@@ -8,13 +8,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from geartrain import Module, TrainingError, UsageError
-from geartrain.plugin_api import detect, nearest, overridden, read_checkpoint, user_path
+from geartrain.plugin_api import (
+    detect,
+    match_names,
+    nearest,
+    overridden,
+    read_checkpoint,
+    user_path,
+)
 from geartrain_callbacks.weights import compare, load_matching
 
 #: Arguments of Lightning's method -> the replacement.
 _OF_LIGHTNING = {
-    "map_location": "leave it out: weights are read on the CPU; then model.to(device)",
     "hparams_file": "leave it out: the hyperparameters are in the checkpoint",
     "weights_only": "leave it out: files are always read in this way",
 }
@@ -32,7 +40,11 @@ def load(cls: type[Module], given: str | Path, strict: bool, overrides: dict[str
             "or trainer.save_checkpoint wrote; a state_dict() alone is loaded by "
             "model.load_state_dict(torch.load(FILE, weights_only=True))"
         )
+    map_location = overrides.pop("map_location", None)
     module = _made(cls, path, state, overrides)
+    if overridden(module, "on_load_checkpoint"):
+        module.on_load_checkpoint(state)
+    match_names(state[name], module)
     found = compare(module, state[name])
     if not strict:
         load_matching(module, state[name], found, path, quiet=_is_other_rank())
@@ -45,9 +57,19 @@ def load(cls: type[Module], given: str | Path, strict: bool, overrides: dict[str
                 f"{found.differences() or error}. Fix: load it into the class that was trained, "
                 "with the same hyperparameters; or strict=False, which loads the weights that fit"
             ) from error
-    if overridden(module, "on_load_checkpoint"):
-        module.on_load_checkpoint(state)
+    if (device := _device(map_location)) is not None:
+        module.to(device)
     return module
+
+
+def _device(map_location: Any) -> Any:
+    """Return the device that ``map_location`` of ``torch.load`` gives weights on the CPU."""
+    if isinstance(map_location, Mapping):
+        return map_location.get("cpu")
+    if callable(map_location):
+        moved = map_location(torch.empty(0).untyped_storage(), "cpu")
+        return None if moved is None else moved.device
+    return map_location
 
 
 def _made(

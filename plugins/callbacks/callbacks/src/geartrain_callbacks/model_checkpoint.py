@@ -43,9 +43,9 @@ class ModelCheckpoint(BestFiles, FreshStart, PluginCallback):
 
     It deletes only files that it wrote in its own folder. A ``fit`` that resumes from a checkpoint
     in this folder or in the run's folder continues with the files that the checkpoint lists and
-    that still exist. If the file that it resumed from is replaced, it is deleted when the ``fit``
-    is done, so that the same command can resume again. A ``fit`` that resumes from a checkpoint
-    elsewhere starts from scratch here and leaves the files there alone.
+    that still exist. The file that it resumed from stays; with ``ckpt_path="auto"`` until the
+    ``fit`` is done. A ``fit`` that resumes from a checkpoint elsewhere starts from scratch here and
+    leaves the files there alone.
 
     Args:
         monitor: the metric's name; ``None``: the newest checkpoint replaces the one before;
@@ -307,7 +307,9 @@ class ModelCheckpoint(BestFiles, FreshStart, PluginCallback):
         self._planned = self._where = folder
         source = None if run.loop.resumed is None else run.loop.resumed.path
         name = "" if source is None else os.path.relpath(source.resolve(), folder.resolve())
-        self._source = Path(name).as_posix()
+        self._source = self._chosen = Path(name).as_posix()
+        if source is None or source.is_symlink() or getattr(run.loop.start, "may_be_done", False):
+            self._chosen = ""  # the user has chosen no file, or a link to another
         self._output = "" if run.output is None else str(run.output.resolve())
         if run.world.size > 1 and run.loop.memory_checkpoint is None:  # which all ranks have
             self.load_state_dict(run.hooks.broadcast(run=run, obj=self.state_dict(), src=0))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from geartrain import Run, TrainingError, hookimpl
+from geartrain.plugin_api import match_names
 from geartrain_callbacks.callback import PluginCallback
 from geartrain_callbacks.weights import compare, refuse_no_match, report
 
@@ -39,6 +40,7 @@ class PartialWeights(PluginCallback):
         if run.loop.start is not None and run.loop.start.resumes:
             return state
         weights = {f"{self.prefix}{name}": value for name, value in _weights(state, path).items()}
+        match_names(weights, run.module)
         found = compare(run.module, weights)
         refuse_no_match(run.module, found, path)
         if run.world.rank == 0:

@@ -26,9 +26,16 @@ def step_plateaus(run: Run, ends: str) -> None:
             run.module.lr_scheduler_step(schedule.scheduler, value)
             schedule.judged = when
             schedule.due = 0
-        elif value is None and ends == "epoch":
+        elif value is None and ends == "epoch" and not _is_validated_later(run):
             message = f"ReduceLROnPlateau monitors {schedule.monitor!r}, which was not logged"
             text = f"{message}. {nearest(name, known)}"
             if schedule.strict:
                 raise UsageError(text)
             warn(f"{text} Training continues without")
+
+
+def _is_validated_later(run: Run) -> bool:
+    """True if this fit has not validated yet, and will."""
+    every, end = run.plan.options.check_val_every_n_epoch, run.plan.options.max_epochs
+    comes = every is None or end == -1 or every <= end
+    return bool(run.stages["validate"].loaders) and run.loop.validated is None and comes

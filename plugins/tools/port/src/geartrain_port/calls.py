@@ -290,8 +290,10 @@ def fit(arguments: Arguments) -> list[Todos]:
 
 
 def loading(call: cst.Call) -> tuple[Arguments, list[Todos]]:
-    """Port ``MyModel.load_from_checkpoint(...)``: weights are always on the CPU."""
+    """Port ``MyModel.load_from_checkpoint(...)``."""
     arguments = Arguments(call, ("checkpoint_path", "map_location"))
+    if "map_location" in arguments.names:
+        arguments.rename("map_location", "map_location")  # by keyword
     todo: list[Todos] = []
     for name in [name for name in arguments.names if name in names.OF_LOADING]:
         if names.OF_LOADING[name]:

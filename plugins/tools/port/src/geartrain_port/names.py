@@ -269,7 +269,6 @@ OF_FIT = {
 
 #: Arguments of Lightning's ``load_from_checkpoint``; empty: leave it out.
 OF_LOADING = {
-    "map_location": "",
     "weights_only": "",
     "hparams_file": "the file's hyperparameters as arguments, if the checkpoint lacks them",
 }

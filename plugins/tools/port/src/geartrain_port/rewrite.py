@@ -359,7 +359,7 @@ class _Rewrite(cst.CSTTransformer):
         method, of = func.attr.value, dotted(func.value)
         if of in self._trainers and (method in _METHODS or method == "tune"):
             return self._method(original_node, Arguments(updated_node), method)
-        if method == "load_from_checkpoint":
+        if method == "load_from_checkpoint" and of not in self._survey.without_base:
             return self._done(original_node, *calls.loading(updated_node))
         if of == "self" and method in ("log", "log_dict"):
             arguments = Arguments(updated_node)

@@ -51,6 +51,8 @@ class Survey(cst.CSTVisitor):
         self.has_folder = False
         #: Names that the file imports, as (module, name) in geartrain.
         self.brought: set[tuple[str, str]] = set()
+        #: Classes of the file without a base class, which are none of Lightning's.
+        self.without_base: set[str | None] = set()
         self._class: list[str] = []
         self._positions: Any = wrapper.resolve(PositionProvider)
         self._origins: Any = wrapper.resolve(QualifiedNameProvider)
@@ -173,6 +175,7 @@ class Survey(cst.CSTVisitor):
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
         bases = [names.target(self.path(base.value) or "") for base in node.bases]
+        self.without_base |= set() if node.bases else {node.name.value}
         if ("geartrain", "cli") in bases:
             self.say(
                 node,

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from geartrain import TrainingError, UsageError
-from geartrain.plugin_api import not_plain
+from geartrain.plugin_api import match_names, not_plain
 
 
 def collect(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,6 +66,8 @@ def apply(path: Path, found: Any, state: dict[str, Any], strict: bool) -> dict[s
             state[name] = found[name]
             continue
         try:
+            if isinstance(thing, nn.Module):
+                match_names(found[name], thing)
             thing.load_state_dict(found[name])
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise TrainingError(
