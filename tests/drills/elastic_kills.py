@@ -115,7 +115,9 @@ def case_of(seed: int, number: int, timeout: float) -> dict[str, Any]:
     choose = random.Random(f"{seed} {number} elastic")
     case = draw(seed, number, "elastic")
     case["ranks"] = choose.choice([2, 2, 3, 4])
-    case["virtual_ranks"] = case["ranks"] + choose.choice([0, 0, 1])
+    case["virtual_ranks"] = min(4, case["ranks"] + choose.choice([0, 0, 1]))
+    if case["virtual_ranks"] == 4:  # no batch of one sample
+        case["samples"] = 32
     case["replace"] = choose.random() < 0.75
     case["timeout"] = timeout
     case["asynchronous"] = False  # refused
