@@ -56,8 +56,13 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("before", [False, True], ids=["in an epoch", "before training"])
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+SETTINGS = [change for change in CHANGES if "the weight" not in CHANGES[change]]
+
+
+@pytest.mark.parametrize(
+    ("change", "before"),
+    [*((change, False) for change in CHANGES), *((change, True) for change in SETTINGS)],
+)
 def test_a_change_on_one_rank_is_an_error_on_all_with_its_name(change, before):
     results = fitted(Alone(change, 1, before))
     for result in results:
@@ -65,6 +70,24 @@ def test_a_change_on_one_rank_is_an_error_on_all_with_its_name(change, before):
         assert str(result.error).startswith("rank 1 has changed alone: ")
         assert CHANGES[change] in str(result.error)
         assert result.trainer.global_step == (0 if before else 3)
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start"])
+def test_weights_that_a_hook_sets_are_those_of_rank_0_as_in_one_process(hook):
+    def init(module):
+        generator = torch.Generator().manual_seed(module.global_rank)
+        for parameter in module.parameters():
+            torch.nn.init.normal_(parameter, generator=generator)
+
+    class Initialised(Net):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * 0
+
+    setattr(Initialised, hook, init)
+    results = [*run_plugin(ranks=3, module=Initialised(), data=loader(), max_epochs=2)]
+    results += run_plugin(ranks=1, module=Initialised(), data=loader(), max_epochs=2)
+    weights = [result.module.state_dict() for result in results]
+    assert all(torch.equal(w[name], weights[-1][name]) for w in weights for name in w)
 
 
 def test_of_three_ranks_the_one_that_differs_from_the_others_is_named():

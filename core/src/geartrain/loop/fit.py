@@ -128,7 +128,7 @@ def fit(run: Run) -> None:
         restore_random_state(run)
     else:
         hooks.on_train_start(run=run)
-        run.coordinator.check_agreement(run)
+        run.coordinator.check_agreement(run, begins=True)
         first, began, untrained = run.epoch, run.step, _versions(run)
         while within_epoch or not _is_done(run):
             train_epoch(run)

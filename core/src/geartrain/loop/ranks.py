@@ -74,8 +74,8 @@ class RankCoordinator:
     def broadcast_buffers(self, run: Run) -> None:
         """Copy rank 0's buffers to all ranks: each rank's BatchNorm has other statistics."""
 
-    def check_agreement(self, run: Run) -> None:
-        """Refuse a rank that has changed options, frozen parameters or common weights alone."""
+    def check_agreement(self, run: Run, begins: bool = False) -> None:
+        """Refuse a rank that alone changed options or weights; before training copy the latter."""
 
     def outputs(self, run: Run, local: list[Any], loader: Any) -> list[Any]:
         """Return the outputs of ``predict_step`` of all ranks for a loader, from this rank's."""

@@ -15,21 +15,32 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
-def check(run: Run) -> None:
+def check(run: Run, begins: bool) -> None:
     """Compare frozen parameters, the optimizers' options and, where ranks share them, weights.
 
-    It costs one collective of one number, and reads the weights once.
+    It costs one collective of two numbers, and reads the weights once.
+
+    Args:
+        run: this rank's run.
+        begins: True before training: every rank then gets the weights of rank 0, as before
+            ``wrap_model``. A hook of the user may have set them since.
 
     Raises:
         TrainingError: a rank differs; on every rank, with the rank and the first differences.
     """
-    facts = {**_frozen(run), **_options(run), **_weights(run)}
-    digest = torch.tensor([zlib.crc32(repr(facts).encode())], dtype=torch.float64)
-    digests = run.hooks.log_sync(run=run, values=digest)[:, 0].tolist()
+    weights = _shared_weights(run)
+    facts, sums = {**_frozen(run), **_options(run)}, _sums(weights)
+    digest = [zlib.crc32(repr(part).encode()) for part in (facts, sums)]
+    local = torch.tensor(digest, dtype=torch.float64)
+    digests = run.hooks.log_sync(run=run, values=local).tolist()
     most = max(digests, key=digests.count)  # the first of these, if several are as frequent
     usual, other = digests.index(most), next((i for i, d in enumerate(digests) if d != most), None)
     if other is None:
         return
+    if begins and all(settings == most[0] for settings, _ in digests):
+        _copy_of_rank_0(run, weights)
+        return
+    facts |= sums
     expected, actual = (
         run.hooks.broadcast(run=run, obj=facts if run.world.rank == rank else None, src=rank)
         for rank in (usual, other)
@@ -70,21 +81,30 @@ def _plain(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def _weights(run: Run) -> dict[str, Any]:
-    """Return a number of each weight's bits; nothing if ranks have parts, or weights of their own.
+def _copy_of_rank_0(run: Run, weights: dict[str, torch.Tensor]) -> None:
+    for weight in weights.values():  # one at a time, to use less memory
+        local = weight.cpu() if run.world.rank == 0 else None
+        first = run.hooks.broadcast(run=run, obj=local, src=0)
+        if run.loop.memory_checkpoint is None:  # otherwise this rank repeats what others have done
+            weight.copy_(first)
 
-    A digest of bits: the same gradients and options give the same bits on each rank.
-    """
+
+def _shared_weights(run: Run) -> dict[str, torch.Tensor]:
+    """Return the weights that are the same on all ranks; none if the strategy's ranks differ."""
     if run.world.data_size < run.world.size or not run.hooks.strategy_can("identical_weights"):
         return {}
-    sums = {
-        f"the weight {name}": _sum(parameter.detach())
+    return {
+        name: parameter.detach()
         for name, parameter in run.module.named_parameters()
         if parameter.layout is torch.strided and not hasattr(parameter, "device_mesh")
     }
-    # One wait for the device.
-    numbers = torch.stack(list(sums.values())).tolist() if sums else []
-    return dict(zip(sums, numbers, strict=True))
+
+
+def _sums(weights: dict[str, torch.Tensor]) -> dict[str, int]:
+    """Return a digest of the bits: from the same gradients and options come the same bits."""
+    sums = list(map(_sum, weights.values()))
+    numbers = torch.stack(sums).tolist() if sums else []  # one wait for the device
+    return {f"the weight {name}": number for name, number in zip(weights, numbers, strict=True)}
 
 
 def _sum(tensor: torch.Tensor) -> torch.Tensor:

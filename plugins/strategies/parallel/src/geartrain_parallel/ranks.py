@@ -159,8 +159,8 @@ class SeveralRanks(RankCoordinator):
         for name in first.keys() & buffers.keys():
             buffers[name].copy_(first[name])
 
-    def check_agreement(self, run: Run) -> None:
-        agreement.check(run)
+    def check_agreement(self, run: Run, begins: bool = False) -> None:
+        agreement.check(run, begins)
 
     def outputs(self, run: Run, mine: list[Any], loader: Any) -> list[Any]:
         return predictions.from_all_ranks(run, mine, loader)
