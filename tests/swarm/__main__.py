@@ -6,6 +6,7 @@ python tests/swarm --draw "killed single scheduler=MultiStepLR"
 """
 
 import argparse
+import gc
 import json
 import shutil
 import sys
@@ -41,6 +42,7 @@ def main() -> int:
     from tests.swarm import borders, draws, faults, pools
 
     warm(pools)
+    gc.freeze()  # a collection in a fork would copy the shared memory
     if given.draw:
         chosen = [(str(n), draws.Draw.read(text)) for n, text in enumerate(given.draw)]
     else:

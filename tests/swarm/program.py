@@ -390,11 +390,12 @@ class Model(gt.Module):
         raise Ended
 
     def configure_optimizers(self) -> Any:
-        parts = [list(self.parameters())]
+        trained = [p for p in self.parameters() if p.requires_grad]  # a plugin may have frozen some
+        parts = [trained]
         if self.draw.optimisation == "several":
             parts = [list(self.head.parameters())]
             inside = {id(p) for p in parts[0]}
-            parts.append([p for p in self.parameters() if id(p) not in inside])
+            parts.append([p for p in trained if id(p) not in inside])
         sparse = list(self.table.parameters()) if hasattr(self, "table") else []
         made = [o for p in parts for o in pools.optimizers_of(self.draw.optimizer, p, sparse)]
         if not self.draw.scheduler:

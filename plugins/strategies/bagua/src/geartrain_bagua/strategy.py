@@ -122,6 +122,7 @@ class BaguaStrategy(DDPStrategy):
 
     @hookimpl
     def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
+        self.refuse_sparse(run)
         label = f"{run.plan.strategy.label}: the algorithm {self._name!r}"
         if run.mode == "session" and not self._chosen.averages_gradients:
             raise UsageError(

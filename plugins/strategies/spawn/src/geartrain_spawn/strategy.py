@@ -65,4 +65,5 @@ class DDPSpawnStrategy(DDPStrategy):
     @hookimpl
     def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
         self.refuse_buckets(run)
+        self.refuse_sparse(run)
         return run_in_ranks(run, worker, self.start_method, self.timeout)
