@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -37,6 +38,7 @@ from torch import nn
 
 from geartrain.callbacks import Callback
 from geartrain.loggers import CSVLogger
+from geartrain_elastic import starter
 from geartrain_tensorboard import TensorBoard
 
 #: Seconds after which a process that is stopped is killed.
@@ -68,14 +70,14 @@ class Objects(Net):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
         self.parts[0] += 0.125
-        self.losses.append(float(loss))
+        self.losses.append(float(loss.detach()))
         self.first += self.draws.random()
         self.memory += 1
         self.mean.data.lerp_(loss.detach(), 0.5)
         self.mean.numpy()[0] += 1
         self.replaced = self.replaced + 1
         self.last.append(self.mean)
-        self.meters[0].total += float(loss)
+        self.meters[0].total += float(loss.detach())
         self.hidden[0].weight.data.add_(1)
         if len(self.losses) == 3:
             self.meters.append(self.meters[0])
@@ -195,11 +197,14 @@ def main() -> None:
     parser.add_argument(
         "--timeout", type=float, default=15.0, help="for hangs; some start for 10 s"
     )
+    parser.add_argument("--fork", action="store_true", help="processes are forks: less CPU time")
     parser.add_argument("--keep", help="keep the runs in this folder")
     given = parser.parse_args()
     numbers = range(given.first, given.cases) if given.only is None else [given.only]
     counts: Counter[str] = Counter()
     torch.set_num_threads(1)
+    if given.fork:
+        starter.start_context = partial(multiprocessing.get_context, "fork")
     os.environ["GEARTRAIN_PATIENCE"] = f"stopped={STOPPED}"
     for name in ("torchmetrics", "torch._dynamo"):  # imported here, so that forks have them
         importlib.import_module(name)
