@@ -115,6 +115,16 @@ def test_rows_are_cut_also_if_columns_came_later(tmp_path):
     assert Table(path).rows == 2
     CSVLogger(str(path)).cut(path, 0)
     assert list(csv.reader(path.open(newline=""))) == [[*OWN, "a\n0", "a\n1", "a\n2"]]
+    path.write_text("")
+    CSVLogger(str(path)).cut(path, 0)
+    assert path.read_text() == ""
+
+
+def test_what_a_killed_process_left_of_a_wider_table_is_removed(tmp_path):
+    (tmp_path / ".table.csv.1234").write_text("half")
+    (tmp_path / ".other.csv.1234").write_text("of another program")
+    fit(plugins=[CSVLogger(str(tmp_path / "table.csv"))])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".other.csv.1234", "table.csv"]
 
 
 def test_a_line_is_written_as_soon_as_it_is_logged(tmp_path):

@@ -6,11 +6,19 @@ import csv
 import io
 import shutil
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from geartrain import Plan, Run, TrainingError, UsageError, hookimpl
-from geartrain.plugin_api import AppendedFile, ClusterEnvironment, detect, replacing, user_path
+from geartrain.plugin_api import (
+    AppendedFile,
+    ClusterEnvironment,
+    detect,
+    remove_abandoned,
+    replacing,
+    user_path,
+)
 
 #: The first columns of every table; a metric with one of these names is called ``metric_NAME``.
 COLUMNS = ("step", "epoch", "stage")
@@ -70,6 +78,7 @@ class CSVLogger:
         path = self.metrics_file(run.plan.output)
         if run.world.rank == 0 and path is not None and not run.plan.options.fast_dev_run:
             self._began = True  # check_plan may have run in another process
+            remove_abandoned(path.parent, path.name[1:])
             lines = path.parent / "metrics.jsonl"
             if self.path is None and (not lines.exists() or not lines.stat().st_size):
                 path.unlink(missing_ok=True)  # of a run that failed early
@@ -108,7 +117,7 @@ class CSVLogger:
     def cut(self, path: Path, rows: int) -> None:
         """Remove the rows of a table after so many; its columns stay."""
         with path.open(encoding="utf-8", newline="") as file:
-            head = len(line(next(csv.reader(file), ())))
+            head = sum(len(line(columns)) for columns in islice(csv.reader(file), 1))
         with path.open("r+b") as table:
             table.seek(head)
             for _ in range(rows):
