@@ -315,6 +315,45 @@ def test_each_sample_comes_once_with_batches_of_another_size(tmp_path, before, r
     assert len(rest) < 96 - len(done) + ranks
 
 
+class Sums(Ids):
+    """Logs numbers of the epoch, each over the samples of all ranks."""
+
+    def on_train_epoch_start(self):
+        self.log("epochs", 1.0, sync_dist=True, reduce_fx="sum")
+
+    def training_step(self, batch, batch_idx):
+        options = {"on_step": False, "on_epoch": True}
+        self.log("mean", batch.mean(), sync_dist=True, **options)
+        self.log("own", batch.mean(), **options)
+        self.log("median", batch.mean(), sync_dist=True, reduce_fx=torch.median, **options)
+        for name in ("sum", "min", "max"):
+            value = getattr(batch, name)()
+            self.log(name, value, sync_dist=True, reduce_fx=name, batch_size=1, **options)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("before", "step", "ranks", "batch_size"),
+    [(2, 6, 3, 4), (3, 2, 2, 4), (2, 1, 4, 4), (2, 2, 1, 4), (2, 2, 2, 8)],
+)
+def test_the_epochs_sums_and_means_go_on_with_another_number_of_ranks(
+    tmp_path, before, step, ranks, batch_size
+):
+    def fit(ranks, batch_size, path=None, **options):
+        trainer, _ = on_threads(ranks, seed=1, max_epochs=1, **options)
+        trainer.fit(Sums(), datamodule=Numbers(batch_size), ckpt_path=path)
+        return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+    every = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=step)
+    fit(before, 4, plugins=[every], max_steps=step)
+    with pytest.warns(UserWarning, match="comes once$"):
+        found = fit(ranks, batch_size, tmp_path / f"step={step}.ckpt")
+    assert found["mean"] == 95 / 2
+    assert (found["sum"], found["min"], found["max"]) == (96 * 95 / 2, 0, 95)
+    assert found["epochs"] == max(before, ranks)  # each rank has logged once
+    assert 30 < found["median"] < 65
+
+
 @pytest.mark.parametrize(("batch_size", "twice"), [(2, 0), (8, 0), (6, 2)])
 def test_one_process_resumes_with_batches_of_another_size(tmp_path, batch_size, twice):
     def fit(batch_size, path=None, **options):

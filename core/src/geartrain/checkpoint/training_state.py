@@ -163,6 +163,7 @@ class Resumed:
             TrainingError: the loader has fewer.
         """
         if not self.batch_idx:
+            run.logs.resume_epoch(self.rank["logs"])  # ranks may be more than batches were done
             return False
         stage = run.stages["train"]
         run.batch_idx = stage.first + sum(1 for _ in islice(batches, self.batch_idx - stage.first))
