@@ -33,6 +33,12 @@ def test_the_first_error_of_a_run_stays(error_file):
     assert began <= at == failed_at()
 
 
+def test_an_error_is_reported_if_the_folder_of_logs_was_removed(tmp_path, monkeypatch):
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "logs" / "error.json"))
+    report(KeyError("first"))
+    assert reported(tmp_path / "logs" / "error.json") == "KeyError: 'first'"
+
+
 def test_the_error_of_a_later_run_replaces_an_earlier_one(error_file):
     report(KeyError("survived"))
     before = failed_at()

@@ -66,6 +66,7 @@ def report(error: BaseException) -> None:
         "extraInfo": {"py_callstack": text, "timestamp": str(stamp), "when": _run.failed_at},
     }
     try:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)  # it may have gone
         with open(f"{path}.part", "w", encoding="utf-8") as file:
             json.dump({"message": message}, file)
         os.replace(file.name, path)  # atomic, because the supervisor may read it at any time
