@@ -9,8 +9,15 @@ from dataclasses import dataclass
 from .pools import SHARDED
 from .program import Draw
 
-#: Borders at which a run resumes.
-RESUMES = ("killed", "error", "epochs", "other_strategy", "other_size")
+#: Schedulers that cannot follow a group of parameters that an optimizer gets later.
+FIXED = (
+    "LambdaLR",
+    "MultiplicativeLR",
+    "CosineAnnealingWarmRestarts",
+    "CyclicLR",
+    "OneCycleLR",
+    "SWALR",
+)
 
 
 @dataclass(frozen=True)
@@ -24,25 +31,11 @@ class Fault:
 
 FAULTS = [
     Fault(
-        "a checkpoint leaves out the state of MultiStepLR: its Counter is no plain data",
-        "killed single scheduler=MultiStepLR",
-        lambda draw: "MultiStepLR" in draw.scheduler and draw.border in RESUMES,
-    ),
-    Fault(
         "a checkpoint that is saved within a window has the random state of that moment, and "
         "resumes at the window's first batch",
         "killed single loader=shuffled accumulate=3 saved=now",
         lambda draw: (
             draw.saved == "now" and draw.border in ("killed", "error") and draw.accumulate > 1
-        ),
-    ),
-    Fault(
-        "a checkpoint that is saved within a validation skips the rest of it after a resume",
-        "error single validation=rare moment=validation saved=now",
-        lambda draw: (
-            draw.saved == "now"
-            and draw.border in ("killed", "error")
-            and draw.moment == "validation"
         ),
     ),
     Fault(
@@ -60,6 +53,26 @@ FAULTS = [
         "sanity fsdp optimizer=Adafactor",
         lambda draw: bool(
             draw.optimizer in ("Adafactor", "LBFGS") and {draw.strategy, draw.other} & {*SHARDED}
+        ),
+    ),
+    Fault(
+        "backbone_finetuning adds a group, at which some of torch's schedulers raise a raw error",
+        "sanity single scheduler=LambdaLR plugins=backbone_finetuning",
+        lambda draw: (
+            "backbone_finetuning" in draw.plugins
+            and any(name in draw.scheduler for name in (*FIXED, "swa"))
+        ),
+    ),
+    Fault(
+        "two plugins of the class Remote share one folder and fail in the run",
+        "sanity single plugins=remote+remote",
+        lambda draw: draw.plugins.count("remote") > 1,
+    ),
+    Fault(
+        "under ddp_sharded a weight that a hook sets between forward and backward is lost",
+        "ranks ddp_sharded hook=on_before_backward",
+        lambda draw: (
+            draw.hook == "on_before_backward" and bool({draw.strategy, draw.other} & {*SHARDED})
         ),
     ),
 ]

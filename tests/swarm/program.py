@@ -435,17 +435,17 @@ class ZeroingModel(Model):
 
 class TrainingOutputsModel(Model):
     def training_epoch_end(self, outputs: Any) -> None:
-        self.log("outputs", float(len(outputs)))
+        self.log("outputs", float(bool(outputs)))
 
 
 class ValidationOutputsModel(Model):
     def validation_epoch_end(self, outputs: Any) -> None:
-        self.log("val_outputs", float(len(outputs)))
+        self.log("val_outputs", float(bool(outputs)))
 
 
 class TestOutputsModel(Model):
     def test_epoch_end(self, outputs: Any) -> None:
-        self.log("test_outputs", float(len(outputs)))
+        self.log("test_outputs", float(bool(outputs)))
 
 
 #: By method that adds a plugin. A draw has at most one.

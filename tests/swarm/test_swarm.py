@@ -16,6 +16,15 @@ from geartrain_testing.launching import HAS_PROC
 from .borders import BORDERS
 from .faults import FAULTS
 
+#: Draws that were wrong before a fault was mended.
+MENDED = [
+    "killed single scheduler=MultiStepLR",
+    "epochs single scheduler=SequentialLR(MultiStepLR,StepLR)",
+    "fits single plugins=early_stopping",
+    "error single validation=rare moment=validation saved=now plugins=model_checkpoint",
+    "ranks threads optimizer=SparseAdam",
+]
+
 pytestmark = [
     pytest.mark.skipif(not HAS_PROC, reason="forks"),
     pytest.mark.timeout(1800),
@@ -49,6 +58,11 @@ def test_a_border_changes_no_result(tmp_path):
     assert len(lines) == 25
     assert failures(lines) == []
     assert sum(line["outcome"] == "equal" for line in lines) > 12
+
+
+def test_a_mended_fault_stays_mended(tmp_path):
+    lines = outcomes(tmp_path, *(word for text in MENDED for word in ("--draw", text)))
+    assert [line for line in lines if line["outcome"] != "equal"] == []
 
 
 @pytest.mark.drill

@@ -64,7 +64,7 @@ def training_state(run: Run, epochs: int) -> dict[str, Any]:
         "epoch": epochs,
         "batch_idx": run.batch_idx if within else 0,
         "batch_size": run.plan.loader_batch_size,
-        "validated": within and run.stage == "validate",
+        "validated": within and run.stage == "validate" and run.batch is None,  # all of it
         "batches_seen": run.loop.batches_seen,
         "optimizers": [
             {**_named(o), "parameters": parameter_names(run, o)} for o in run.optimizers
