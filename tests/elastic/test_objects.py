@@ -2,7 +2,8 @@
 
 import itertools
 import random
-from collections import Counter, OrderedDict, defaultdict, deque
+from argparse import Namespace
+from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from copy import deepcopy
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -17,7 +18,8 @@ from geartrain_elastic.objects import RankObjects
 
 DTYPES = sorted({t for t in vars(torch).values() if isinstance(t, torch.dtype)}, key=str)
 BITS = sorted(numpy.random.BitGenerator.__subclasses__(), key=str)
-CONTAINERS = (list, dict, set, deque, OrderedDict, Counter, lambda: defaultdict(list))
+CONTAINERS = (list, dict, set, deque, OrderedDict, Counter, UserDict, UserList)
+CONTAINERS += (lambda: defaultdict(list), SimpleNamespace, Namespace)
 
 
 class Meter:
@@ -239,8 +241,10 @@ def test_containers_change_in_place(make_container):
 
     def change(net):
         container, tensor = net.container, torch.ones(1)
-        if isinstance(container, dict):
+        if isinstance(container, dict | UserDict):
             container["x"] = container["y"] = [tensor]
+        elif isinstance(container, SimpleNamespace | Namespace):
+            container.x = container.y = tensor
         elif isinstance(container, set):
             container.add("x")
         else:

@@ -7,10 +7,12 @@ import importlib
 import io
 import pickle
 import sys
-from collections import deque
+from argparse import Namespace
+from collections import UserDict, UserList, deque
 from collections.abc import Iterator
 from enum import Enum
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
 
@@ -27,8 +29,9 @@ _ARRAYS: Any = (_numpy.ndarray,) if _numpy else ()
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, type, Enum)
 #: Attributes of torch's own: hooks.
 _HOOKS = frozenset(vars(nn.Module())) - {"training", "_parameters", "_buffers", "_modules"}
-#: Packages whose objects have no attributes of the user's.
+#: Packages whose objects have no attributes of the user's, except those of these classes.
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "geartrain"}
+_NAMESPACES = (SimpleNamespace, Namespace, UserDict, UserList)
 
 #: The name of an object, and one of its attributes; ``""`` for its items, bytes or state.
 _Place = tuple[str, str]
@@ -119,9 +122,8 @@ class RankObjects:
         if isinstance(thing, _ARRAYS) and not thing.dtype.hasobject:
             return crc32(thing.tobytes()), thing.dtype, thing.shape
         if isinstance(thing, dict):
-            names = {key: self._names.get(id(value)) for key, value in thing.items()}
-            is_known = all(type(key) is str and name for key, name in names.items())
-            return names if is_known else None
+            names = [(key, self._names.get(id(value))) for key, value in thing.items()]
+            return names if all(type(key) is str and name for key, name in names) else None
         return None
 
     def _pickled(self, contents: Any) -> bytes:
@@ -217,7 +219,8 @@ def _attributes(thing: Any) -> dict[str, Any]:
     if isinstance(thing, nn.Module):
         return {name: value for name, value in vars(thing).items() if name not in _HOOKS}
     package = _package(thing)
-    if package in _LIBRARIES or package.startswith("geartrain_"):
+    is_users = package not in _LIBRARIES and not package.startswith("geartrain_")
+    if not is_users and not isinstance(thing, _NAMESPACES):
         return {}
     state = object.__getstate__(thing)
     parts = state if isinstance(state, tuple) else (state,)
