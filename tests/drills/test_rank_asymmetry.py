@@ -1,7 +1,7 @@
 """Things that happen on one rank only: the run gives the result of all ranks, or one clear error.
 
 Every cell is an event, a strategy and the rank of the event. Ranks of ddp and bagua are started by
-hand, so each has its own error. The starter of ddp_spawn has one error.
+hand, so each has its own error. The starter of ddp_spawn or elastic has one error.
 """
 
 import importlib
@@ -32,6 +32,9 @@ EVENTS = {
     "log": None,
     "nan": None,
     "empty": "the training loaders of ranks [{one}] gave no batch, and the others' did",
+    "weight": "rank 1 differs from rank 0: the weight first.weight",
+    "rate": "rank 1 differs from rank 0: lr of group 0 of optimizer 0 (SGD) is ",
+    "freeze": "rank 1 differs from rank 0: requires_grad of first.bias is ",
     "error": "OwnError: the user's own error",
     "log with sync_dist": "ranks 0 and 1 logged different metrics with sync_dist: 'mine'",
     "unused": "rank {one} did not use these parameters in a step: last.weight, last.bias. "
@@ -95,6 +98,10 @@ class Net(gt.Module):
             self.log("mine", 1.0)
         if self.is_now("log with sync_dist", batch_idx):
             self.log("mine", 1.0, sync_dist=True)
+        if self.is_now("weight", batch_idx):
+            self.first.weight.data[0, 0] += 1e-6
+        if self.is_now("rate", batch_idx):
+            self.optimizers().param_groups[0]["lr"] = 0.2
         if self.is_now("error", batch_idx):
             raise OwnError("the user's own error")
         if self.is_now("all_gather", batch_idx):
@@ -107,6 +114,10 @@ class Net(gt.Module):
         loss = output.square().mean() * (float("nan") if self.is_now("nan", batch_idx) else 1.0)
         self.log("loss", loss, sync_dist=True)
         return loss
+
+    def on_train_start(self):
+        if self.is_now("freeze"):
+            self.first.bias.requires_grad_(False)
 
     def on_train_epoch_end(self):
         if self.is_now("all_gather at the end"):
@@ -142,7 +153,9 @@ def train(strategy, event, one):
 
 def cells():
     for event in EVENTS:
-        for strategy in ("ddp", "ddp_spawn", "bagua"):
+        for strategy in ("ddp", "ddp_spawn", "bagua", "elastic"):
+            if (event, strategy) == ("unused", "elastic"):
+                continue  # no error: gradients of the rank are zeros
             for one in (0, 1):
                 marks = () if (event, strategy, one) in DEFAULT else pytest.mark.drill
                 yield pytest.param(event, strategy, one, marks=marks)
@@ -150,10 +163,13 @@ def cells():
 
 @pytest.mark.parametrize(("event", "strategy", "one"), [*cells()])
 def test_an_event_on_one_rank(tmp_path, event, strategy, one):
-    by_hand = {} if strategy != "ddp_spawn" else {"ranks": 1, "place": "alone"}
+    starts = strategy in ("ddp_spawn", "elastic")
+    by_hand = {"ranks": 1, "place": "alone"} if starts else {}
     ranks = run(tmp_path, train, strategy, event, one, seconds=SECONDS, **by_hand)
     printed = "\n".join(rank.printed for rank in ranks)
     expected = (BAGUA if strategy == "bagua" else {}).get(event, EVENTS[event])
+    if expected == APART and strategy == "elastic":
+        expected = "processes would deadlock"
     if expected is None:
         assert [rank.end for rank in ranks] == ["0"] * len(ranks), printed
         weights, steps = ranks[0].result
@@ -170,9 +186,9 @@ def test_an_event_on_one_rank(tmp_path, event, strategy, one):
             )
         return
     assert [rank.end for rank in ranks] == ["1"] * len(ranks), printed
-    named = ranks[0 if strategy == "ddp_spawn" else one].error
+    named = ranks[0 if starts else one].error
     assert expected.format(one=one) in named, printed
-    if expected == APART:
+    if expected == APART and strategy != "elastic":
         assert f"rank {one} in " in named
         assert f"rank {1 - one} in " in named
         assert "test_rank_asymmetry.py:" in named

@@ -67,7 +67,7 @@ def test_a_change_on_one_rank_is_an_error_on_all_with_its_name(change, before):
     results = fitted(Alone(change, 1, before))
     for result in results:
         assert type(result.error) is TrainingError
-        assert str(result.error).startswith("rank 1 has changed alone: ")
+        assert str(result.error).startswith("rank 1 differs from rank 0: ")
         assert CHANGES[change] in str(result.error)
         assert result.trainer.global_step == (0 if before else 3)
 
@@ -92,7 +92,7 @@ def test_weights_that_a_hook_sets_are_those_of_rank_0_as_in_one_process(hook):
 
 def test_of_three_ranks_the_one_that_differs_from_the_others_is_named():
     results = fitted(Alone(halve_the_rate, 0, before=True), ranks=3)
-    assert all(str(r.error).startswith("rank 0 has changed alone: lr of ") for r in results)
+    assert all(str(r.error).startswith("rank 0 differs from rank 1: lr of ") for r in results)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)

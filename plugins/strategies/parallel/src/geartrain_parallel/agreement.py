@@ -49,7 +49,7 @@ def check(run: Run, begins: bool) -> None:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     differences = "; ".join(_difference(n, expected.get(n), actual.get(n)) for n in names[:3])
     raise TrainingError(
-        f"rank {other} has changed alone: {differences}{more}, seen from rank {usual}. "
+        f"rank {other} differs from rank {usual}: {differences}{more}. "
         "Fix: change weights, learning rates and requires_grad on every rank, in the same way"
     )
 
