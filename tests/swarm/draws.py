@@ -11,6 +11,8 @@ from .program import Draw
 
 #: Strategies that give two ranks one process's weights; bagua does by default.
 EQUAL_TO_ONE = tuple(name for name in pools.strategies() if name not in ("single", "ddp2"))
+#: Events that come not between the batch's start and its end.
+HARMLESS = ("on_train_epoch_end", "on_save_checkpoint")
 #: Plugins that change the training, which the loop by hand does not know.
 TRAINS_OTHERWISE = ("accumulation_scheduler", "backbone_finetuning", "early_stopping", "ema", "swa")
 
@@ -54,6 +56,7 @@ def draw(seed: int, number: int, border: str = "", processes: bool = True) -> Dr
         sanity=choose.choice([0, 2]),
         moment=choose.choice(["epoch", "epoch", "validation"]),
         saved=choose.choice(["auto", "auto", "now"]),
+        reordered=choose.random() < 0.3,
     )
     if "SparseAdam" in made.optimizer:  # torch clips no sparse gradient
         made = replace(made, clip=False)
@@ -62,7 +65,9 @@ def draw(seed: int, number: int, border: str = "", processes: bool = True) -> Dr
     if made.optimisation == "manual":  # which steps and clips by itself
         made = replace(made, accumulate=1, clip=False)
     if made.saved == "now":  # an event before its own checkpoint comes again after a resume
-        made = replace(made, hook=made.hook and "on_train_epoch_end")
+        made = replace(made, hook=made.hook and choose.choice(HARMLESS))
+    if {name[:3] for name in made.plugins} >= {"ema", "swa"}:  # the last one's average stays
+        made = replace(made, reordered=False)
     if made.validation == "none" and made.moment == "validation":
         made = replace(made, moment="epoch")
     return LIMITS.get(chosen, lambda choose, made, strategies: made)(choose, made, strategies)

@@ -20,6 +20,10 @@ FIXED = (
 )
 
 
+#: Borders at which a run resumes.
+RESUMES = ("killed", "error", "epochs", "other_strategy", "other_size")
+
+
 @dataclass(frozen=True)
 class Fault:
     """A fault: its cause, a draw that shows it, and the draws that may meet it."""
@@ -30,6 +34,22 @@ class Fault:
 
 
 FAULTS = [
+    Fault(
+        "a checkpoint lacks the average if the module saves its weights under other names",
+        "evaluate single plugins=ema hook=on_save_checkpoint",
+        lambda draw: (
+            draw.hook == "on_save_checkpoint" and any(n[:3] in ("ema", "swa") for n in draw.plugins)
+        ),
+    ),
+    Fault(
+        "states of two plugins of one class are told apart by their order",
+        "killed single plugins=model_checkpoint+model_checkpoint.1 reordered=True",
+        lambda draw: (
+            draw.reordered
+            and draw.border in RESUMES
+            and len({name.partition(".")[0] for name in draw.plugins}) < len(draw.plugins)
+        ),
+    ),
     Fault(
         "a checkpoint that is saved within a window has the random state of that moment, and "
         "resumes at the window's first batch",
@@ -52,7 +72,8 @@ FAULTS = [
         "an optimizer that fsdp cannot step is refused at its first step, not before",
         "sanity fsdp optimizer=Adafactor",
         lambda draw: bool(
-            draw.optimizer in ("Adafactor", "LBFGS") and {draw.strategy, draw.other} & {*SHARDED}
+            draw.optimizer in ("Adafactor", "LBFGS", "Muon")
+            and {draw.strategy, draw.other} & {*SHARDED}
         ),
     ),
     Fault(
@@ -60,7 +81,11 @@ FAULTS = [
         "sanity single scheduler=LambdaLR plugins=backbone_finetuning",
         lambda draw: (
             "backbone_finetuning" in draw.plugins
-            and any(name in draw.scheduler for name in (*FIXED, "swa"))
+            and (
+                any(name in draw.scheduler for name in FIXED)
+                or "swa" in draw.plugins
+                or draw.optimizer in ("Muon", "SparseAdam")  # which take no other parameters
+            )
         ),
     ),
     Fault(

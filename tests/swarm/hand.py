@@ -22,6 +22,7 @@ def train(draw: Draw, batches: dict[str, Any]) -> dict[str, Any]:
     optimizers, schedules = made if isinstance(made, tuple) else (made, [])
     schedulers = [schedule["scheduler"] for schedule in schedules]
     manual = draw.optimisation == "manual"
+    steps = 0
     for epoch in epochs.values():
         total, count, left = 0.0, 0, iter(epoch)
         while window := list(islice(left, draw.accumulate)):
@@ -36,6 +37,7 @@ def train(draw: Draw, batches: dict[str, Any]) -> dict[str, Any]:
                     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
                 return loss.detach()
 
+            steps += 1
             with torch.no_grad():
                 losses = [(float(model.loss(batch)), len(pools_size(batch))) for batch in window]
             total += sum(loss * size for loss, size in losses)
@@ -54,7 +56,7 @@ def train(draw: Draw, batches: dict[str, Any]) -> dict[str, Any]:
             validated = validate(model) if draw.validation != "none" else total / count
             for scheduler in schedulers:
                 step(scheduler, validated)
-    return {"weights": model.state_dict(), "metrics": {}, "counters": []}
+    return {"weights": model.state_dict(), "after": [steps, len(epochs)]}
 
 
 def pools_size(batch: Any) -> torch.Tensor:

@@ -266,10 +266,13 @@ def precisions() -> list[str]:
 
 @cache
 def module_hooks() -> list[str]:
-    """Return the events that a module may implement, and that come more than once in a run."""
+    """Return the events that a module may implement, and that come more than once in a run.
+
+    With ``on_save_checkpoint`` a module saves its weights under other names.
+    """
     once = ("on_fit_start", "on_fit_end", "on_train_start", "on_train_end")
-    other = ("_checkpoint", "_transfer")  # these return something
-    return [
+    other = ("_checkpoint", "_transfer")  # these get or return something
+    return ["on_save_checkpoint"] + [
         name
         for name in dir(Module)
         if name.startswith("on_")

@@ -51,6 +51,8 @@ class Draw:
     #: Where the run ends: before the second batch of the second epoch (``"epoch"``; inside a window
     #: if batches are accumulated), or of its ``"validation"``.
     moment: str = "epoch"
+    #: True if the plugins have another order after the border.
+    reordered: bool = False
     #: The checkpoint: ``"auto"``, or ``"now"``: one that is saved at the moment.
     saved: str = "auto"
 
@@ -276,7 +278,7 @@ class Model(gt.Module):
         self.trace: dict[str, Any] = {}
         self.batches: dict[str, Any] = {}
         self.steps_begun = 0
-        if self.draw.hook:
+        if self.draw.hook and self.draw.hook != "on_save_checkpoint":
             self.event = getattr(self, self.draw.hook)
             setattr(self, self.draw.hook, self._change)
 
@@ -289,6 +291,19 @@ class Model(gt.Module):
         self.calls += 1
         with torch.no_grad():
             self.head.bias += 0.001 * self.calls.to(self.head.bias.dtype)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Save the weights under other names, and a number that no buffer has."""
+        if self.draw.hook == "on_save_checkpoint":
+            weights = checkpoint["model"]
+            checkpoint["model"] = {f"old_{name}": value for name, value in weights.items()}
+            checkpoint["steps_begun"] = self.steps_begun
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.draw.hook == "on_save_checkpoint":
+            weights = checkpoint["model"]
+            checkpoint["model"] = {n.removeprefix("old_"): v for n, v in weights.items()}
+            self.steps_begun = checkpoint["steps_begun"]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.to(self.head.weight.dtype) if not torch.is_autocast_enabled("cpu") else x
@@ -318,8 +333,7 @@ class Model(gt.Module):
     predict_dataloader = test_dataloader
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if not self.steps_begun:
-            Path(self.part["folder"], f"begun-{self.global_rank}").touch()
+        Path(self.part["folder"], f"begun-{self.global_rank}").touch()
         self.steps_begun += 1
         self._end_at("epoch" if self.draw.saved != "now" else "", batch_idx)
         if self.part.get("keep_batches"):
@@ -474,6 +488,12 @@ def trainer_of(draw: Draw, folder: str, part: dict[str, Any]) -> gt.Trainer:
         "rare": {"check_val_every_n_epoch": 2},
     }[draw.validation]
     options = pools.STRATEGY_OPTIONS.get(strategy)
+    plugins = {
+        f"{number} {name}": pools.plugin_of(name, draw.monitor, folder)
+        for number, name in enumerate(draw.plugins)
+    }
+    if draw.reordered and part.get("resume"):
+        plugins = dict(reversed(plugins.items()))
     implied: dict[str, Any] = {}
     for name in draw.implied:
         implied |= pools.IMPLIED.get(name, {})
@@ -486,7 +506,7 @@ def trainer_of(draw: Draw, folder: str, part: dict[str, Any]) -> gt.Trainer:
         accumulate_grad_batches=draw.accumulate,
         gradient_clip_val=0.5 if draw.clip else None,
         max_epochs=part.get("epochs", EPOCHS),
-        plugins=[*(pools.plugin_of(n, draw.monitor, folder) for n in draw.plugins), Ends()],
+        plugins=[*plugins.values(), Ends(plugins)],
         output=None if part.get("no_output") else Path(folder, "run"),
         seed=1,
         log_every_n_steps=2,
@@ -499,12 +519,15 @@ def trainer_of(draw: Draw, folder: str, part: dict[str, Any]) -> gt.Trainer:
 class Ends:
     """Keeps a run's results at its end on the module, while each rank still has its own."""
 
+    def __init__(self, plugins: dict[str, Any]) -> None:
+        self.plugins = plugins
+
     @gt.hookimpl
     def on_run_end(self, run: gt.Run) -> None:
         if run.command != "fit":
             return
         module = run.module
-        parts = [p for p in run.trainer.callbacks if hasattr(p, "state_dict")]
+        parts = {n: p for n, p in sorted(self.plugins.items()) if hasattr(p, "state_dict")}
         module.results = {
             "optimizers": [o.state_dict() for o in run.optimizers],
             "schedulers": [s.scheduler.state_dict() for s in run.schedulers],
@@ -512,7 +535,7 @@ class Ends:
             "counters": [run.step, run.epoch],
             "trace": module.trace,
             "batches": module.batches,
-            "parts": [p.state_dict() for p in parts if type(p).__name__ not in TIMED],
+            "parts": {n: p.state_dict() for n, p in parts.items() if type(p).__name__ not in TIMED},
         }
 
 
@@ -540,6 +563,7 @@ def program(draw: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
             break
         trainer.fit(module, ckpt_path=part.get("resume"))
         found = {"weights": module.state_dict(), **module.results}
+        found["after"] = [module.global_step, module.current_epoch]
     if part.get("then"):
         path = part.get("file")
         found["test"] = trainer.test(module, ckpt_path=path)

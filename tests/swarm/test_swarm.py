@@ -22,6 +22,7 @@ MENDED = [
     "epochs single scheduler=SequentialLR(MultiStepLR,StepLR)",
     "fits single plugins=early_stopping",
     "error single validation=rare moment=validation saved=now plugins=model_checkpoint",
+    "killed single loader=shuffled validation=half moment=validation saved=now",
     "ranks threads optimizer=SparseAdam",
 ]
 

@@ -49,11 +49,12 @@ def training_state(run: Run, epochs: int) -> dict[str, Any]:
         epochs: epochs done; ``run.epoch`` within an epoch.
     """
     within = epochs == run.epoch and run.batch_idx > 0
+    validates = run.stage == "validate" and run.batch is not None  # a resume does it again
     shared, unshared = _states_of_parts(run)
     objects = {name: library.states(run.module) for name, library in libraries().items() if within}
     rank_state = {
         "parts": unshared,
-        "random": random_now(run),
+        "random": run.loop.before_validation if validates else random_now(run),
         "began": run.loop.epoch_start if within else None,
         "logs": run.logs.state_dict(within),
         "metric_objects": map_tensors(objects, _to_cpu),
@@ -64,7 +65,7 @@ def training_state(run: Run, epochs: int) -> dict[str, Any]:
         "epoch": epochs,
         "batch_idx": run.batch_idx if within else 0,
         "batch_size": run.plan.loader_batch_size,
-        "validated": within and run.stage == "validate" and run.batch is None,  # all of it
+        "validated": within and run.stage == "validate" and not validates,
         "batches_seen": run.loop.batches_seen,
         "optimizers": [
             {**_named(o), "parameters": parameter_names(run, o)} for o in run.optimizers

@@ -247,6 +247,7 @@ def _may_stop(run: Run) -> bool:
 def _validate(run: Run) -> None:
     """Validate, unless that is done here, as before a checkpoint from which the run resumes."""
     if run.loop.validated != (run.epoch, run.batch_idx):
+        run.loop.before_validation = random_now(run)
         evaluate(run, "validate")
     run.loop.validated = (run.epoch, run.batch_idx)
 

@@ -88,6 +88,8 @@ class LoopState:
     validation_is_due: Callable[[Run], bool] = _never
     #: The epoch and its batches done at the last validation, also one before a checkpoint.
     validated: tuple[int, int] | None = None
+    #: The random state before the newest validation of the fit.
+    before_validation: Any = None
     #: Batches of the epoch whose step is done; in ``on_train_batch_end`` more than ``batch_idx``.
     stepped: int = 0
     #: The newest result of ``training_step``; ``None`` between epochs.
