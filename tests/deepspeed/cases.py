@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -122,3 +123,33 @@ def go_wrong(kind):
     given = {"optimizer": "two"} if kind == "two" else {kind: True}
     module = Whole() if kind == "whole" else Net(**given)
     one_trainer(strategy="deepspeed", devices=2).fit(module, DataLoader(samples(), 6))
+
+
+class Parts(Net):
+    """In the second batch rank 1 calls all_gather within its step, or has another loss."""
+
+    def __init__(self, event):
+        super().__init__()
+        self.event, self.since = event, 0.0
+
+    def forward(self, x, extra=True):
+        hidden = torch.tanh(self.first(x))
+        if self.global_rank == 1 and self.trainer.run.batch_idx == 1:
+            self.since = time.time()
+            if self.event == "all_gather":
+                self.all_gather(torch.ones(3))
+            elif self.event == "part":
+                return self.last(self.second(hidden))
+            else:
+                return torch.zeros(len(x), 1, requires_grad=True)
+        return self.last(self.extra(self.second(hidden)))
+
+
+def part(stage, event):
+    module = Parts(event)
+    trainer = one_trainer(strategy="deepspeed", strategy_options=options(stage), devices=2)
+    try:
+        trainer.fit(module, DataLoader(samples(), 6))
+    except Exception as error:
+        return str(error), time.time() - module.since if module.since else 0.0
+    return "no error", 0.0

@@ -1,5 +1,6 @@
 """The sharded strategies train as ddp does, and say what they cannot do."""
 
+import inspect
 import re
 from pathlib import Path
 
@@ -237,8 +238,34 @@ class Reads(Net):
         return super().forward(x) + nn.functional.linear(x, self.first.weight).sum()
 
 
+class Penalty(Net):
+    """Trains with a gradient of gradients, of which ``fully_shard`` would lose a part."""
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0].requires_grad_()
+        (slope,) = torch.autograd.grad(self(x).sum(), x, create_graph=True)
+        return (slope.norm(dim=1) - 1).square().mean() + super().training_step(batch, batch_idx)
+
+
+class Saves(Net):
+    """Rank 0 saves as under ddp: its file would have a half of each weight."""
+
+    def __init__(self, get):
+        super().__init__()
+        self.get = get
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.trainer.is_global_zero:
+            torch.save(self.get(self), "weights.pt")
+
+
 def go_wrong(runs):
-    kinds = {"frozen": Net(freezes=True), "logs": Logs(), "reads": Reads(), "manual": Manual()}
+    kinds = {
+        "penalty": Penalty(),
+        "saves weights": Saves(lambda module: module.state_dict()),
+        "saves parameter": Saves(lambda module: module.first.weight),
+    }
+    kinds |= {"frozen": Net(freezes=True), "logs": Logs(), "reads": Reads(), "manual": Manual()}
     kinds["lbfgs"] = Net(optimizer="lbfgs")
     module, options = kinds.get(runs) or Skips(runs), {} if runs in ("frozen", "manual") else UNITS
     trainer = one_trainer(strategy="fsdp", strategy_options=options, devices=2)
@@ -248,20 +275,35 @@ def go_wrong(runs):
 @pytest.mark.parametrize(
     ("runs", "message"),
     [
-        ("others", r"have run different parts of the module, or in another order"),
+        (
+            "others",
+            r"different collectives: rank 0 in the gather of second \(test_training.py:\d+\); "
+            r"rank 1 in the gather of extra \(.*Fix: run the same parts on each rank",
+        ),
         ("fewer", r"did not use these parameters in a step: extra.weight, extra.bias. Fix: "),
         ("logs", r"self.log\('norm'\): ranks have parts of this tensor. Fix: .full_tensor()"),
-        ("reads", r"used parameters of a unit that it did not call.*Fix: --strategy.units CLASS"),
+        (
+            "reads",
+            r"test_training.py:\d+: a step used parameters of a unit that it did not call.*"
+            r"Fix: --strategy.units CLASS",
+        ),
         (
             "manual",
             r"parameters must be in units, and these are in none: first.weight, .* and 3 more",
+        ),
+        ("penalty", r"create_graph=True: torch's fully_shard loses a part of the gradient"),
+        *(
+            (f"saves {part}", r"rank 0 pickles a parameter.* call trainer.save_checkpoint\(path\)")
+            for part in ("weights", "parameter")
         ),
         ("lbfgs", r"LBFGS cannot step parameters of which each rank has a part. Fix: "),
         ("frozen", r"requires_grad of second.weight was changed in a forward"),
     ],
 )
 def test_a_step_that_parts_make_wrong_is_an_error(tmp_path, runs, message):
-    for rank in failed(tmp_path, go_wrong, runs):
+    ranks = failed(tmp_path, go_wrong, runs)
+    # The first rank in a collective may only see that the other one has gone.
+    for rank in [rank for rank in ranks if "Connection" not in rank.error] or ranks:
         assert re.search(message, rank.error)
 
 
@@ -299,3 +341,22 @@ def test_options(options, message):
         one_trainer(strategy="fsdp", strategy_options=options, devices=2).fit(
             Net(), DataLoader(samples(), 6)
         )
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp_sharded", "tensor_parallel"])
+def test_sparse_gradients_are_refused(strategy):
+    sparse = [
+        cls
+        for cls in (getattr(nn, name) for name in dir(nn))
+        if isinstance(cls, type) and "sparse" in inspect.signature(cls.__init__).parameters
+    ]
+    assert sparse == [nn.Embedding, nn.EmbeddingBag]
+    for cls in sparse:
+        module = Net()
+        module.items = cls(8, 3, sparse=True)
+        options = {"tensor_parallel": {"colwise": ["first"]}}.get(strategy)
+        message = f"{strategy}]: items is {cls.__name__}(sparse=True)"
+        with pytest.raises(gt.UsageError, match=re.escape(message)):
+            one_trainer(strategy=strategy, strategy_options=options, devices=2).fit(
+                module, DataLoader(samples(), 6)
+            )

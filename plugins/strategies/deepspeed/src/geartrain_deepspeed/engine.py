@@ -64,6 +64,8 @@ class Engine:
         self._engine, self._zero, *_ = deepspeed.initialize(
             model=self._root, optimizer=copy, config=config
         )
+        if run.world.size > 1:
+            library.agree(run)
         optimizer.register_state_dict_post_hook(lambda _, state: self._whole_state(state))
         optimizer.register_load_state_dict_pre_hook(lambda _, state: self._load_state(state))
 
@@ -88,7 +90,11 @@ class Engine:
         # Its assertion would hide why the loss has no gradient.
         if not loss.requires_grad or loss.numel() != 1:
             loss.backward()  # type: ignore[no-untyped-call]
-        self._engine.backward(loss, scale_wrt_gas=False)
+        try:
+            self._engine.backward(loss, scale_wrt_gas=False)
+        except IndexError:  # DeepSpeed's, if no parameter has got a gradient
+            self.check()
+            raise
 
     def check(self) -> None:
         """Raise if the step did not give each trained parameter a gradient.

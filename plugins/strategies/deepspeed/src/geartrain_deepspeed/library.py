@@ -12,7 +12,8 @@ from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
 
-from geartrain import UsageError
+from geartrain import Run, UsageError
+from geartrain_deepspeed.agreed import Agreed
 
 
 def check_installed(label: str) -> None:
@@ -47,6 +48,13 @@ def load(label: str, device: str) -> Any:
     # An all-reduce in shared memory, which DeepSpeed would compile now, for the CPU alone.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
+
+
+def agree(run: Run) -> None:
+    """Let the ranks of a run agree on each collective of DeepSpeed."""
+    from deepspeed.comm import comm
+
+    comm.cdb = Agreed(comm.cdb, run)
 
 
 def _is_for_users(record: logging.LogRecord) -> bool:

@@ -51,6 +51,7 @@ class DeepSpeedStrategy(DDPStrategy):
     """
 
     hookspecs: Any = None  # no reduce_bucket: only DDP's buckets call it
+    library_communicates = True
 
     def __init__(
         self,

@@ -12,7 +12,8 @@
 - ``Supervisor``, ``RankHandle``, ``Failure``, ``Patience``: watch the ranks that a strategy has
   started, decide which failed first, and end the others; ``is_connection``: true for an error that
   only says that another rank has gone; ``describe_exit``: say how a process has ended.
-- ``announce_reduction``: tell ranks that wait elsewhere that this rank reduces gradients.
+- ``announce_reduction``: tell ranks that wait elsewhere that this rank reduces gradients;
+  ``CollectiveOrder``: let ranks agree on a collective of a library before they enter it.
 - ``shard``, ``gather_uneven``, ``average_gradients``, ``broadcast_weights``, ``broadcast_object``,
   ``name_absent_ranks``: data and collectives on torch.distributed; ``refuse_unequal``: refuse
   tensors that ``all_gather`` cannot combine.
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from geartrain.plugin_api import ClusterEnvironment, detect
     from geartrain_parallel import bootstrap, nodes, rendezvous, sockets
     from geartrain_parallel.bootstrap import die_with_parent, write_output_to
+    from geartrain_parallel.collective_order import CollectiveOrder
     from geartrain_parallel.collectives import (
         average_gradients,
         broadcast_object,
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "geartrain.plugin_api": "ClusterEnvironment detect",
     "geartrain_parallel": "bootstrap nodes rendezvous sockets",
+    "geartrain_parallel.collective_order": "CollectiveOrder",
     "geartrain_parallel.bootstrap": "die_with_parent write_output_to",
     "geartrain_parallel.collectives": (
         "average_gradients broadcast_object broadcast_weights gather_uneven name_absent_ranks"
@@ -78,6 +81,7 @@ __all__ = [
     "ERROR_FILE",
     "SIGNALS",
     "ClusterEnvironment",
+    "CollectiveOrder",
     "Failure",
     "Patience",
     "ProcessGroupStrategy",

@@ -38,7 +38,7 @@ _SIZE, CONTENT = 1024, 600
 #: The first and the longest pause between two looks at the announcements, in seconds.
 _FIRST_PAUSE, _LONGEST_PAUSE = 2.0, 30.0
 #: Packages whose frames are not the user's, beside the standard library.
-_PACKAGES = ("geartrain", "pluggy", "torch")
+_PACKAGES = ("geartrain", "pluggy", "torch", "deepspeed", "typing_extensions")
 
 
 @dataclass(slots=True)
@@ -48,6 +48,10 @@ class _Progress:
     store: Store | None
     reductions: int = 0
     headers: int = 0
+    #: The collective whose header this rank meets now, or "".
+    place: str = ""
+    #: The process group of the headers; ``None`` for the default group.
+    group: dist.ProcessGroup | None = None
 
     def announce(self, run: Run, name: str) -> None:
         if self.store is not None:
@@ -84,6 +88,25 @@ def _progress_of(run: Run) -> _Progress:
     return _progress
 
 
+def separate(run: Run) -> None:
+    """Give the headers a process group: gloo ends a process that meets another collective's size.
+
+    Every rank calls it. ``join`` takes it back.
+    """
+    if dist.get_backend() == "gloo":
+        _progress_of(run).group = dist.new_group()
+
+
+def join() -> None:
+    """Forget the process group of the headers, which nothing may keep after a run."""
+    _progress.group = None
+
+
+def present() -> str:
+    """Return the collective whose header this rank meets now, or ""."""
+    return _progress.place
+
+
 def announce_reduction(run: Run) -> None:
     """Announce that this rank now reduces gradients with the others."""
     if run.world.size > 1:
@@ -106,7 +129,7 @@ def meet(run: Run, name: str, content: Any = None) -> list[Any]:
     Raises:
         TrainingError: a rank is in another collective, or does not come within the timeout.
     """
-    progress, place = _progress_of(run), name + _line()
+    progress, place = _progress_of(run), name + line(sys._getframe(1))
     progress.headers += 1
     progress.announce(run, place)
     data = pickle.dumps((name, place.encode()[-300:], content))
@@ -114,12 +137,14 @@ def meet(run: Run, name: str, content: Any = None) -> list[Any]:
     header = torch.frombuffer(bytearray(sealed_data), dtype=torch.uint8)
     header = header.to(run.device)
     table = [torch.empty_like(header) for _ in range(run.world.size)]
-    _wait(run, progress, place, dist.all_gather(table, header, async_op=True))
+    progress.place = place
+    _wait(run, progress, place, dist.all_gather(table, header, progress.group, async_op=True))
+    progress.place = ""
     rows = [row.cpu() for row in table]
     contents = [sealed.unseal(ctypes.string_at(row.data_ptr(), _SIZE)) for row in rows]
     ranks = list(map(pickle.loads, contents))
     if any(other != name for other, _, _ in ranks):
-        raise _apart([place.decode(errors="replace") for _, place, _ in ranks])
+        raise apart([place.decode(errors="replace") for _, place, _ in ranks])
     return [content for _, _, content in ranks]
 
 
@@ -143,7 +168,7 @@ def _wait(run: Run, progress: _Progress, place: str, work: Any) -> None:
             ):
                 places = [name for _, _, name in others]
                 places[run.world.rank] = place
-                raise _apart(places) from error
+                raise apart(places) from error
 
 
 def _finish(run: Run, progress: _Progress, place: str, work: Any) -> None:
@@ -159,28 +184,40 @@ def _finish(run: Run, progress: _Progress, place: str, work: Any) -> None:
         raise TrainingError(f"{place} {waits}: {error}") from error
 
 
-def _apart(places: list[str]) -> TrainingError:
+#: The action of an error of different collectives.
+_SAME = "call the same collectives in the same order on every rank"
+
+
+def apart(places: list[str], fix: str = _SAME) -> TrainingError:
+    """Return the error of ranks that are in different collectives.
+
+    Args:
+        places: the collective of each rank, with its line; "" if it is not known.
+        fix: the action.
+    """
     ranks: dict[str, list[str]] = {}
     for rank, place in enumerate(places):
-        ranks.setdefault(place, []).append(str(rank))
+        if place:
+            ranks.setdefault(place, []).append(str(rank))
     named = "; ".join(
         f"rank{'s' * (len(numbers) > 1)} {', '.join(numbers)} in {place}"
         for place, numbers in ranks.items()
     )
-    return TrainingError(
-        f"the ranks are in different collectives: {named}. "
-        "Fix: call the same collectives in the same order on every rank"
-    )
+    return TrainingError(f"the ranks are in different collectives: {named}. Fix: {fix}")
 
 
-def _line() -> str:
-    """Return the line of the user's code, and what it calls: ``" (all_gather, train.py:31)"``."""
-    frame: FrameType | None = sys._getframe(1)
+def line(frame: FrameType | None) -> str:
+    """Return the line of the user's code, and what it calls: ``" (all_gather, train.py:31)"``.
+
+    Args:
+        frame: the innermost.
+    """
     called = ""
     while frame is not None:
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
         if package not in sys.stdlib_module_names and not package.startswith(_PACKAGES):
             file = os.path.basename(frame.f_code.co_filename)
-            return f" ({called}, {file}:{frame.f_lineno})"
+            called = "" if called.startswith("_") else f"{called}, "  # not __call__ of a module
+            return f" ({called}{file}:{frame.f_lineno})"
         called, frame = frame.f_code.co_name, frame.f_back
     return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from torch import nn
 
 from geartrain import Run, hookimpl
 from geartrain.plugin_api import RankCoordinator
-from geartrain_parallel import collectives, sharding
+from geartrain_parallel import collectives, headers, sharding
+from geartrain_parallel.deadlock import Watch
 from geartrain_parallel.launching import launch
 from geartrain_parallel.ranks import SeveralRanks
 from geartrain_parallel.reports import disconnect_if_failed
@@ -28,13 +30,36 @@ class ProcessGroupStrategy:
 
     #: How long ranks wait for each other at the start.
     timeout: timedelta = timedelta(minutes=30)
+    #: True if a library communicates in a step, so that its collectives meet no header.
+    library_communicates = False
+    _watch: Watch | None = None
 
     @hookimpl
     def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
-        return launch(run, worker, self.timeout)
+        return launch(
+            run, partial(self._work, worker) if self.library_communicates else worker, self.timeout
+        )
+
+    def _work(self, worker: Callable[[int], Any], local_rank: int) -> Any:
+        """Call the worker; after a deadlock raise its error, not that of the closed connection."""
+        self._watch = None
+        try:
+            return worker(local_rank)
+        except BaseException as error:
+            if self._watch is None or self._watch.error is None:
+                raise
+            raise self._watch.error from error
 
     @hookimpl
-    def make_coordinator(self) -> RankCoordinator:
+    def on_exception(self, error: BaseException) -> None:
+        if self._watch is not None:  # now, because the teardown disconnects from the store
+            self._watch.explain(error)
+
+    @hookimpl
+    def make_coordinator(self, run: Run) -> RankCoordinator:
+        if self.library_communicates:
+            headers.separate(run)
+            self._watch = Watch(run)
         return SeveralRanks()
 
     @hookimpl
@@ -79,6 +104,9 @@ class ProcessGroupStrategy:
 
     @hookimpl
     def teardown_process_group(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+            headers.join()
         if dist.is_initialized():
             # Destroy the model's wrapper before the process group. If DDP's reducer were the last
             # owner of the group, it would end gloo's threads while it holds the GIL, and hang if a

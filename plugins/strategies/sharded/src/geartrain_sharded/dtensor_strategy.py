@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import copyreg
+import os
+import traceback
 from collections.abc import Callable, Generator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.serialization import config
 
-from geartrain import Run, TrainingError, UsageError, hookimpl
-from geartrain.plugin_api import map_tensors
+from geartrain import GeartrainError, Module, Plan, Run, TrainingError, UsageError, World, hookimpl
+from geartrain.plugin_api import is_of_user, map_tensors
 from geartrain_ddp import DDPStrategy
+from geartrain_sharded.drawn import as_one_process
 from geartrain_sharded.tensors import shard_model_state, sharded_optimizer_state, whole
 
 
@@ -24,6 +30,21 @@ class DTensorStrategy(DDPStrategy):
     """
 
     hookspecs: Any = None  # no reduce_bucket: only DDP's buckets call it
+    library_communicates = True
+    #: The rank whose random numbers weights get; ``None`` if those of all ranks are equal.
+    draws: int | None = 0
+    _around: ExitStack | None = None
+
+    @hookimpl  # hooks are called by argument name, so the override may add one
+    def check_plan(self, plan: Plan, module: Module | type[Module]) -> None:  # type: ignore[override]
+        super().check_plan(plan)
+        for name, part in module.named_modules() if isinstance(module, Module) else ():
+            is_sparse = isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
+            if is_sparse and part.weight.requires_grad:
+                raise UsageError(
+                    f"{plan.strategy.label}: {name} is {type(part).__name__}(sparse=True), and "
+                    "sparse gradients have no parts. Fix: sparse=False, or --strategy ddp"
+                )
 
     @hookimpl
     def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
@@ -31,6 +52,29 @@ class DTensorStrategy(DDPStrategy):
             message = f"{run.plan.strategy.label}: a Session saves state_dict(), which has shards"
             raise UsageError(f"{message}. Fix: use Trainer.fit, or --strategy ddp")
         return super().launch(run, worker)
+
+    @hookimpl
+    def setup_process_group(self, run: Run) -> World:
+        self._around = ExitStack()
+        self._around.enter_context(as_one_process(self.draws))
+        # Pickled, a parameter would be a file with the part of one rank, which nothing can load.
+        copyreg.pickle(DTensor, partial(_refuse_to_pickle, run))
+        self._around.callback(copyreg.dispatch_table.pop, DTensor)
+        return super().setup_process_group(run)
+
+    @hookimpl
+    def teardown_process_group(self) -> None:
+        if self._around is not None:
+            self._around.close()
+        super().teardown_process_group()
+
+    @hookimpl  # hooks are called by argument name, so the override may add one
+    def on_exception(self, run: Run, error: BaseException) -> None:  # type: ignore[override]
+        super().on_exception(error)
+        if "DTensor" in str(error) and not isinstance(error, GeartrainError):
+            action = ".full_tensor() on every rank, or set the weights before fit"
+            cause = "each rank has a part of this parameter"
+            error.add_note(str(in_parts(run, error, cause, action)))
 
     @hookimpl(wrapper=True)
     def clip_gradients(self) -> Generator[None, Any, Any]:
@@ -84,3 +128,32 @@ class DTensorStrategy(DDPStrategy):
     def load_model_state(self, run: Run, state: dict[str, Any]) -> Generator[None, Any, Any]:
         shard_model_state(state, run.module.state_dict())
         return (yield)
+
+
+def _refuse_to_pickle(run: Run, _: DTensor) -> Any:
+    raise TrainingError(
+        f"{run.plan.strategy.label}: rank {run.world.rank} pickles a parameter, as torch.save "
+        "does, and has only a part of it. Fix: call trainer.save_checkpoint(path) on every rank"
+    )
+
+
+def in_parts(run: Run, error: BaseException, cause: str, action: str) -> TrainingError:
+    """Return the error for torch's error that an operation cannot work on parts.
+
+    Args:
+        run: of this rank.
+        error: of torch.
+        cause: what the user's line does.
+        action: that mends it.
+    """
+    text = str(error).strip().partition("\n")[0].rstrip(".")
+    label = run.plan.strategy.label
+    return TrainingError(f"{label}: {_line(error)}{cause}: {text}. Fix: {action}")
+
+
+def _line(error: BaseException) -> str:
+    """Return the innermost line of the user's code, ``"train.py:31: "``."""
+    for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
+        if is_of_user(frame):
+            return f"{os.path.basename(frame.f_code.co_filename)}:{line}: "
+    return ""

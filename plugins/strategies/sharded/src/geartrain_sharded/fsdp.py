@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -23,8 +24,10 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from geartrain import Module, Plan, Run, TrainingError, UsageError, hookimpl
-from geartrain_sharded.dtensor_strategy import DTensorStrategy
+from geartrain import Module, Plan, Run, UsageError, hookimpl
+from geartrain.parallel import CollectiveOrder
+from geartrain_sharded.dtensor_strategy import DTensorStrategy, in_parts
+from geartrain_sharded.exchange import Gather, Reduction
 from geartrain_sharded.materialize import Materializer
 from geartrain_sharded.plain import PlainModules
 from geartrain_sharded.tensors import return_freed_tensors
@@ -44,6 +47,9 @@ class FSDPStrategy(DTensorStrategy):
     Checkpoints are those of one process: rank 0 gathers them, and any strategy reads them. After a
     run, rank 0's module has the whole weights, on the CPU. A module on the meta device gets its
     weights unit by unit, from ``reset_parameters()`` of its submodules.
+
+    A gradient of gradients through a unit (``create_graph=True``) is refused: torch's
+    ``fully_shard`` loses a part of it.
 
     Args:
         units: class names of the parts of the module that are gathered one at a time, such as
@@ -97,7 +103,7 @@ class FSDPStrategy(DTensorStrategy):
 
     @hookimpl  # hooks are called by argument name, so the override may add one
     def check_plan(self, plan: Plan, module: Module | type[Module]) -> None:  # type: ignore[override]
-        super().check_plan(plan)
+        super().check_plan(plan, module)
         label, processes = plan.strategy.label, plan.processes or 1
         if self.offload and plan.accelerator.name != "cuda":
             raise UsageError(f"{label}: offload needs a GPU. Fix: leave it out")
@@ -137,8 +143,23 @@ class FSDPStrategy(DTensorStrategy):
         if hasattr(model, "set_reduce_scatter_unused_params"):  # torch 2.13
             # Otherwise ranks that use different parameters of a unit would send different bytes.
             model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
-        self._usage, self._units = Usage(model, found), [*found, model]
+        self._usage, self._units = Usage(run, model, found), [*found, model]
+        if run.world.size > 1 and hasattr(model, "set_custom_all_gather"):  # torch 2.9
+            self._agree(run, found, model)
         return model
+
+    @staticmethod
+    def _agree(run: Run, found: Sequence[nn.Module], model: nn.Module) -> None:
+        """Let the ranks agree on each gather and reduction, in a process group of their own."""
+        agreement = CollectiveOrder(
+            run, "run the same parts on each rank, in the same order, and let the loss need them"
+        )
+        group = dist.new_group() if dist.get_backend() == "gloo" else None
+        names = {part: name for name, part in run.module.named_modules()}
+        for unit in [*found, model]:
+            name = names.get(unit, "what is in no unit")
+            unit.set_custom_all_gather(Gather(agreement, name, group))  # type: ignore[operator]
+            unit.set_custom_reduce_scatter(Reduction(agreement, name, group))  # type: ignore[operator]
 
     @staticmethod
     def _refuse_manual(
@@ -177,12 +198,14 @@ class FSDPStrategy(DTensorStrategy):
     def forward(self, run: Run) -> Generator[None, Any, Any]:
         try:
             return (yield)
-        except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" not in str(error):
+        except (NotImplementedError, RuntimeError) as error:
+            if "DTensor" not in str(error):
                 raise
-            raise TrainingError(
-                f"{run.plan.strategy.label}: a step used parameters of a unit that it did not "
-                "call: each rank has a part. Fix: --strategy.units CLASS, of parts it calls"
+            raise in_parts(
+                run,
+                error,
+                "a step used parameters of a unit that it did not call, and each rank has a part",
+                "--strategy.units CLASS, of parts it calls",
             ) from error
 
     @hookimpl

@@ -9,6 +9,7 @@ import ctypes
 import random
 import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from functools import cache, partial
@@ -34,9 +35,9 @@ from geartrain import (
     hookimpl,
     seed_everything,
 )
-from geartrain.parallel import average_gradients
+from geartrain.parallel import CollectiveOrder, average_gradients
 from geartrain.plugin_api import map_tensors, nearest
-from geartrain_sharded.dtensor_strategy import DTensorStrategy
+from geartrain_sharded.dtensor_strategy import DTensorStrategy, in_parts
 from geartrain_sharded.materialize import Materializer
 from geartrain_sharded.plain import PlainModules
 from geartrain_sharded.tensors import return_freed_tensors
@@ -73,6 +74,8 @@ class TensorParallelStrategy(DTensorStrategy):
         UsageError: an option has a value that cannot be used.
     """
 
+    draws = None
+
     def __init__(
         self,
         colwise: Sequence[str] | str = (),
@@ -94,6 +97,7 @@ class TensorParallelStrategy(DTensorStrategy):
         self._mesh: DeviceMesh | None = None
         self._plain: PlainModules | None = None
         self._handles: list[RemovableHandle] = []
+        self._agreement: CollectiveOrder | None = None
 
     # --- hooks ------------------------------------------------------------------------------------
 
@@ -104,7 +108,7 @@ class TensorParallelStrategy(DTensorStrategy):
 
     @hookimpl  # hooks are called by argument name, so the override may add one
     def check_plan(self, plan: Plan, module: Module | type[Module]) -> None:  # type: ignore[override]
-        super().check_plan(plan)
+        super().check_plan(plan, module)
         label, processes = plan.strategy.label, plan.processes or 1
         if self.size is not None and processes % self.size:
             message = f"{label}: {processes} ranks are no multiple of size={self.size}"
@@ -152,8 +156,11 @@ class TensorParallelStrategy(DTensorStrategy):
     @hookimpl
     def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
         shape = (run.world.data_size, run.world.size // run.world.data_size)
-        self._mesh = init_device_mesh(run.device.type, shape, mesh_dim_names=("data", "model"))
+        self._mesh = _mesh(run, shape)
         self._plain = PlainModules(model)
+        if shape[1] > 1:
+            action = "let the steps of ranks that have one model together do the same"
+            self._agreement = CollectiveOrder(run, action, f"model {run.world.data_rank}")
         splits = self._splits(run.module, run.plan.strategy.label)
         if run.device.type == "cpu":
             return_freed_tensors()
@@ -173,7 +180,11 @@ class TensorParallelStrategy(DTensorStrategy):
                 hook = partial(_with_inputs, inputs)
                 self._handles.append(part.register_forward_pre_hook(hook, with_kwargs=True))
         for name, part in run.module.named_modules():
-            if any(_is_named(name, pattern) for pattern in self.names["rowwise"]):
+            ways = {way for way, names in self.names.items() for n in names if _is_named(name, n)}
+            if ways:  # gloo would end the process if a rank ran another layer
+                hook = partial(self._expect_layer, f"the forward of {name}")
+                self._handles.append(part.register_forward_pre_hook(hook))
+            if "rowwise" in ways:
                 self._handles.append(part.register_forward_hook(_with_whole_output))
         _split_attention()
         if run.plan.options.seed is None:  # ranks with one model need the same dropout
@@ -192,18 +203,11 @@ class TensorParallelStrategy(DTensorStrategy):
         return nn.Parameter(value, parameter.requires_grad)
 
     @hookimpl(wrapper=True)
-    def forward(self, run: Run, args: tuple[Any, ...]) -> Generator[None, Any, Any]:
+    def forward(self, run: Run, method: str, args: tuple[Any, ...]) -> Generator[None, Any, Any]:
+        self._expect(f"the forward of {method}")
         self._check_same(run, args[0])
-        try:
-            with implicit_replication():
-                return map_tensors((yield), _whole)
-        except NotImplementedError as error:
-            if "sharding strategy" not in str(error):
-                raise
-            raise TrainingError(
-                f"{run.plan.strategy.label}: torch cannot compute this with parts of layers: "
-                f"{error}. Fix: --strategy fsdp"
-            ) from error
+        with _explained(run), implicit_replication():
+            return map_tensors((yield), _whole)
 
     def _check_same(self, run: Run, batch: Any) -> None:
         """Compare batches and random numbers of the ranks that have one model together.
@@ -230,7 +234,8 @@ class TensorParallelStrategy(DTensorStrategy):
 
     @hookimpl(wrapper=True)
     def backward(self, run: Run) -> Generator[None, Any, Any]:
-        with implicit_replication():
+        self._expect("the backward")
+        with _explained(run), implicit_replication():
             return (yield)
 
     @hookimpl
@@ -240,12 +245,21 @@ class TensorParallelStrategy(DTensorStrategy):
             trained = [each for each in run.model.parameters() if each.requires_grad]
             self.average_gradients(run, trained, [each.grad is not None for each in trained])
 
+    def _expect_layer(self, name: str, _layer: nn.Module, _inputs: Any) -> None:
+        self._expect(name)
+
+    def _expect(self, name: str) -> None:
+        if self._agreement is not None:
+            self._agreement.expect(name)
+
     def average_gradients(
         self, run: Run, parameters: Sequence[nn.Parameter], changed: Sequence[bool]
     ) -> list[nn.Parameter]:
         """Add up the parts of gradients in each model, and average them over the models."""
         assert self._mesh is not None
         shards = cast("list[Any]", parameters)
+        has = bytes(each.grad is not None for each in shards)
+        self._expect(f"the reduction of {sum(has)} gradients (number {zlib.crc32(has)})")
         for each in shards:
             if each.grad is not None:
                 each.grad = each.grad.redistribute(placements=each.placements)
@@ -281,8 +295,34 @@ class TensorParallelStrategy(DTensorStrategy):
 
     @hookimpl
     def teardown_process_group(self) -> None:
-        self._mesh, self._plain, self._handles = None, None, []
+        self._mesh, self._plain, self._handles, self._agreement = None, None, [], None
         super().teardown_process_group()
+
+
+def _mesh(run: Run, shape: tuple[int, int]) -> DeviceMesh:
+    """Return the mesh of the models and the ranks of each.
+
+    Under gloo it has process groups of its own. torch would use the default group, if there is one
+    model, in which a collective of the user's would meet those of layers.
+    """
+    names = ("data", "model")
+    if dist.get_backend() != "gloo":
+        return init_device_mesh(run.device.type, shape, mesh_dim_names=names)
+    numbers, groups = torch.arange(run.world.size).view(shape), []
+    for table in (numbers.T.tolist(), numbers.tolist()):
+        groups.append({run.world.rank in ranks: dist.new_group(ranks) for ranks in table}[True])
+    return DeviceMesh.from_group(groups, run.device.type, numbers, mesh_dim_names=names)
+
+
+@contextmanager
+def _explained(run: Run) -> Iterator[None]:
+    try:
+        yield
+    except (NotImplementedError, RuntimeError) as error:
+        if "aten." not in str(error):
+            raise
+        cause = "torch cannot compute this with parts of layers"
+        raise in_parts(run, error, cause, "--strategy fsdp") from error
 
 
 def _is_named(name: str, pattern: str) -> bool:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from geartrain import Run, TrainingError
+from geartrain.plugin_api import map_tensors
 
 
 class Usage:
@@ -23,11 +24,13 @@ class Usage:
     each computes with weights that are partly those of the other unit, and nothing fails.
 
     Args:
+        run: of this rank.
         model: sharded.
         units: its sharded parts, inner ones first.
     """
 
-    def __init__(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
+    def __init__(self, run: Run, model: nn.Module, units: Sequence[nn.Module]) -> None:
+        self._label = run.plan.strategy.label
         #: The sharded parameters.
         self._parameters = {
             name.removeprefix("module."): each
@@ -49,6 +52,7 @@ class Usage:
             ]
             hook = partial(self._runs, number, slots)
             self._handles.append(unit.register_forward_pre_hook(hook))
+        self._handles += [unit.register_forward_hook(self._ran) for unit in units]
 
     def _runs(
         self, number: int, slots: list[tuple[nn.Module, str, str]], _unit: nn.Module, _inputs: Any
@@ -60,6 +64,26 @@ class Usage:
             if whole.requires_grad and name not in self._wholes:
                 self._wholes[name] = whole
                 whole.register_post_accumulate_grad_hook(partial(self._uses, name))
+
+    def _ran(self, _unit: nn.Module, _inputs: Any, output: Any) -> None:
+        map_tensors(output, self._check_backward)
+
+    def _check_backward(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            tensor.register_hook(self._refuse_graph)  # type: ignore[no-untyped-call]
+        return tensor
+
+    def _refuse_graph(self, _gradient: torch.Tensor) -> None:
+        """Refuse a backward that is to be differentiated: ``fully_shard`` has no backward of it.
+
+        Raises:
+            TrainingError: gradients are computed with ``create_graph=True``.
+        """
+        if torch.is_grad_enabled():
+            raise TrainingError(
+                f"{self._label}: create_graph=True: torch's fully_shard loses a part of the "
+                "gradient of a gradient. Fix: --strategy ddp"
+            )
 
     def _uses(self, name: str, _parameter: torch.Tensor) -> None:
         self._used.add(name)
