@@ -1,13 +1,15 @@
 """What callbacks and data modules keep in a checkpoint, and get back when a fit resumes."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
-from small_models import Net, fit, loader, trainer
+from small_models import EvalNet, Net, fit, loader, trainer
 from threads import on_threads
 
 import geartrain as gt
-from geartrain.callbacks import Callback, EarlyStopping
+from geartrain.callbacks import Callback, EarlyStopping, ModelCheckpoint
 
 
 class Remembers(Callback):
@@ -149,3 +151,78 @@ def test_half_a_state_of_a_data_module_is_refused():
     half = type("Half", (Data,), {"load_state_dict": None})
     with pytest.raises(gt.UsageError, match=r"it has state_dict and no load_state_dict"):
         trainer().fit(Net(), datamodule=half())
+
+
+# --- several of one class -------------------------------------------------------------------------
+
+
+class Scores(EvalNet):
+    """Metrics of the epochs: ``a`` is best in epoch 2, ``b`` in epoch 6."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("a", [5.0, 4.0, 3.0, 3.5, 3.6, 3.7, 3.8, 3.9][self.current_epoch])
+        self.log("b", [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 6.0][self.current_epoch])
+
+
+class Named(Callback):
+    """A user's callback: its options are its attributes, and one of them changes."""
+
+    def __init__(self, name, seen=0):
+        self.name, self.seen = name, seen
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.seen += 10 if self.name == "tens" else 1
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+def several(folder, patience=4):
+    return [
+        EarlyStopping("a", patience=patience),
+        EarlyStopping("b", mode="max", patience=50),
+        ModelCheckpoint(dirpath=folder / "a", monitor="a", filename="{epoch}"),
+        ModelCheckpoint(dirpath=folder / "b", monitor="b", mode="max", filename="{epoch}"),
+        Named("ones"),
+        Named("tens"),
+    ]
+
+
+def ends(folder, epochs, callbacks, path=None):
+    """Fit; return the epochs done, the best files, and the sums of ``Named``."""
+    one = trainer(max_epochs=epochs, output=folder / "run", callbacks=callbacks)
+    one.fit(Scores(), loader(), loader(), ckpt_path=path)
+    best = {c.monitor: c.best_model_path for c in callbacks if isinstance(c, ModelCheckpoint)}
+    sums = {c.name: c.seen for c in callbacks if isinstance(c, Named)}
+    return one.current_epoch, {name: Path(path).stem for name, path in best.items()}, sums
+
+
+@pytest.mark.parametrize(
+    ("change", "epochs"),
+    [
+        (lambda folder: several(folder), 7),
+        (lambda folder: several(folder)[::-1], 7),
+        (lambda folder: [EarlyStopping("a", min_delta=0.5, patience=40), *several(folder)], 7),
+        (lambda folder: several(folder, patience=5), 8),
+    ],
+    ids=["same", "in another order", "one more before them", "another option"],
+)
+@pytest.mark.filterwarnings("ignore:.*no saved state for geartrain-callbacks.early_stopping.")
+def test_states_of_one_class_are_told_apart_by_metric_and_options(tmp_path, change, epochs):
+    ends(tmp_path, 4, several(tmp_path))
+    done, best, sums = ends(tmp_path, 8, change(tmp_path), "last")
+    assert (done, best) == (epochs, {"a": "epoch=2", "b": "epoch=6"})
+    assert sums == {"ones": epochs, "tens": 10 * epochs}
+
+
+def test_a_state_of_another_metric_is_not_loaded(tmp_path):
+    fit(Scores(), val=loader(), output=tmp_path, max_epochs=2, callbacks=[EarlyStopping("a")])
+    stops = EarlyStopping("b", mode="max")
+    with pytest.warns(UserWarning, match=r"no saved state for .*it has state of .*\(a, min\)"):
+        trainer(max_epochs=3, output=tmp_path, callbacks=[stops]).fit(
+            Scores(), loader(), loader(), ckpt_path="last"
+        )
+    assert stops.best_score == 3.0

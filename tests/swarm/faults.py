@@ -20,10 +20,6 @@ FIXED = (
 )
 
 
-#: Borders at which a run resumes.
-RESUMES = ("killed", "error", "epochs", "other_strategy", "other_size")
-
-
 @dataclass(frozen=True)
 class Fault:
     """A fault: its cause, a draw that shows it, and the draws that may meet it."""
@@ -39,15 +35,6 @@ FAULTS = [
         "evaluate single plugins=ema hook=on_save_checkpoint",
         lambda draw: (
             draw.hook == "on_save_checkpoint" and any(n[:3] in ("ema", "swa") for n in draw.plugins)
-        ),
-    ),
-    Fault(
-        "states of two plugins of one class are told apart by their order",
-        "killed single plugins=model_checkpoint+model_checkpoint.1 reordered=True",
-        lambda draw: (
-            draw.reordered
-            and draw.border in RESUMES
-            and len({name.partition(".")[0] for name in draw.plugins}) < len(draw.plugins)
         ),
     ),
     Fault(

@@ -392,18 +392,22 @@ def test_callbacks_continue(tmp_path):
     assert names(again[3].best_k_models) == by_steps
 
 
+def state_of_best(file):
+    """Return the state of the only ModelCheckpoint in a file."""
+    parts = file["fit"]["parts"].items()
+    (state,) = (state for name, state in parts if name.startswith("model_checkpoint"))
+    return state
+
+
 def test_a_checkpoint_names_itself_as_the_best(tmp_path):
     best = ModelCheckpoint("val_loss", save_top_k=1, filename="best")
     train(tmp_path, epochs=1, plugins=[best], steps=False)
-    state = torch.load(best.best_model_path, weights_only=True)["fit"]["parts"]["model_checkpoint"]
+    state = state_of_best(torch.load(best.best_model_path, weights_only=True))
     assert (state["best_model_path"], state["best_k_models"]) == (
         "best.ckpt",
         {"best.ckpt": best.best_model_score},
     )
-    last = torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)["fit"]["parts"][
-        "model_checkpoint"
-    ]
-    assert last == state
+    assert state_of_best(torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)) == state
 
 
 class Counts:
@@ -1100,7 +1104,7 @@ def test_one_object_in_two_folders_deletes_no_file_of_the_other_run(tmp_path):
 def rewrite(path, change):
     """Change the state of model_checkpoint in a file."""
     state = torch.load(path, weights_only=True)
-    change(state["fit"]["parts"]["model_checkpoint"])
+    change(state_of_best(state))
     checkpoint_file.write(state, path)
 
 
@@ -1177,9 +1181,11 @@ def test_a_best_that_was_deleted_is_not_the_best(tmp_path):
                 )
             )
 
-    keep = ModelCheckpoint("val_loss", save_top_k=2)
+    module, keep = Random(), ModelCheckpoint("falls", save_top_k=2)
+    module.validation_step = lambda batch, batch_idx: module.log("falls", 1.0)
+    options = {"plugins": [keep], "callbacks": [Looks()], "steps": False}
     with pytest.warns(UserWarning, match=r"no longer has epoch=1\.ckpt of this run"):
-        train(tmp_path, epochs=3, path="last", plugins=[keep], callbacks=[Looks()], steps=False)
+        train(tmp_path, epochs=3, path="last", module=module, **options)
     assert seen == [("epoch=0.ckpt", 0.0)]
 
 

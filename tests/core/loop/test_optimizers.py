@@ -272,24 +272,6 @@ def test_an_optimizer_whose_step_has_no_closure_argument():
     assert fit(Net(lambda parameters: NoClosure(parameters, lr=0.1))).global_step == 6
 
 
-class NoGrad(torch.optim.SGD):
-    """A step without gradients and with a required closure, as older optimizers have it."""
-
-    @torch.no_grad()
-    def step(self, closure):
-        loss = closure()
-        super().step()
-        return loss
-
-
-def test_the_closure_computes_gradients_whatever_the_step_turns_off():
-    net, expected = Net(lambda p: NoGrad(p, lr=0.1)), Net()
-    expected.load_state_dict(net.state_dict())
-    fit(net)
-    fit(expected)
-    assert_equal(net, expected)
-
-
 def test_an_overridden_zero_grad_is_called():
     class Keeps(torch.optim.SGD):
         calls = 0

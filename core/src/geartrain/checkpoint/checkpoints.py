@@ -121,8 +121,8 @@ def load(run: Run, start: InitialCheckpoint) -> None:
     if overridden(run.module, "on_load_checkpoint"):
         before = dict(state["model"])
         run.module.on_load_checkpoint(state)
-        names = {id(weight): name for name, weight in before.items()}
-        renamed = {names.get(id(weight)): name for name, weight in state["model"].items()}
+        names = {id(weight): name for name, weight in state["model"].items()}
+        renamed = {name: names.get(id(weight), name) for name, weight in before.items()}
         for saved in state["fit"]["optimizers"] if start.resumes else ():
             saved["parameters"] = [renamed.get(name, name) for name in saved["parameters"]]
     match_names(state["model"], run.module)

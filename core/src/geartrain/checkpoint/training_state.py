@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice, zip_longest
+from itertools import count, islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,8 +48,10 @@ def training_state(run: Run, epochs: int) -> dict[str, Any]:
     Args:
         epochs: epochs done; ``run.epoch`` within an epoch.
     """
-    within = epochs == run.epoch and run.batch_idx > 0
+    within, loader = epochs == run.epoch and run.batch_idx > 0, run.stages["train"].loaders[0]
     validates = run.stage == "validate" and run.batch is not None  # a resume does it again
+    # A DataLoader begins each epoch anew; other loaders may go on where they were.
+    resumes = keeps_state(loader) and (within or not isinstance(loader, DataLoader))
     shared, unshared = _states_of_parts(run)
     objects = {name: library.states(run.module) for name, library in libraries().items() if within}
     rank_state = {
@@ -58,6 +60,7 @@ def training_state(run: Run, epochs: int) -> dict[str, Any]:
         "began": run.loop.epoch_start if within else None,
         "logs": run.logs.state_dict(within),
         "metric_objects": map_tensors(objects, _to_cpu),
+        "loader": _portable(loader.state_dict(), describe(loader)) if resumes else None,
     }
     return {
         "format": FORMAT,
@@ -99,16 +102,14 @@ def _states_of_parts(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def named_parts(run: Run) -> dict[str, LoadedPlugin]:
-    """Return the parts that keep state, by name; the second of a name gets ``#2``, and so on."""
+    """Return the parts that keep state, by name and ``state_suffix``; a second one has ``#2``."""
     found: dict[str, LoadedPlugin] = {}
     info = PluginInfo("datamodule", "core", None, None, "datamodule=")
     for part in (*run.hooks.parts, LoadedPlugin(info, run.loop.source.datamodule)):
         if keeps_state(part.plugin):
-            name, number = part.info.name, 1
-            while name in found:
-                number += 1
-                name = f"{part.info.name}#{number}"
-            found[name] = part
+            key = part.info.name + getattr(part.plugin, "state_suffix", "")
+            numbered = (f"{key}#{n}" if n > 1 else key for n in count(1))
+            found[next(name for name in numbered if name not in found)] = part
     return found
 
 
@@ -158,11 +159,7 @@ class Resumed:
     rank: dict[str, Any]
 
     def skip(self, run: Run, batches: Iterator[Any]) -> bool:
-        """Skip the batches that were done, and restore the state after them; False if none was.
-
-        Raises:
-            TrainingError: the loader has fewer.
-        """
+        """Skip the batches that were done, and restore the state after them; False if none was."""
         if not self.batch_idx:
             run.logs.resume_epoch(self.rank["logs"])  # ranks may be more than batches were done
             return False
@@ -250,11 +247,7 @@ def _refuse_others(path: Path, kind: str, saved: list[str], current: list[str]) 
 
 
 def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
-    """Load the state of optimizers, schedulers, parts and counters; the weights are loaded.
-
-    Raises:
-        TrainingError: a state does not fit.
-    """
+    """Load the state of optimizers, schedulers, parts and counters; the weights are loaded."""
     if other_settings := import_optional("geartrain_callbacks.other_settings"):
         other_settings.warn_of(run, fit, path)
     for optimizer, saved in zip(run.optimizers, fit["optimizers"], strict=True):
@@ -284,10 +277,18 @@ def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
     run.logs.load_state_dict(rank_state["logs"])
     file = path if run.loop.memory_checkpoint is None else None
     run.loop.resumed = Resumed(file, batch_idx, rank_state)
+    stage, position = run.stages["train"], rank_state.get("loader")
+    loader = stage.loaders[0]
     # The last of the batches that were done is read again: then the loader has drawn its order.
-    run.stages["train"].first = max(batch_idx - 1, 0)
+    stage.first = max(batch_idx - 1, 0)
+    if position is not None and keeps_state(loader):
+        loader.load_state_dict(position)
+        stage.done = batch_idx
+    elif keeps_state(loader) and isinstance(loader, DataLoader) and not batch_idx:
+        iter(loader)  # a DataModule may have set a position, which the epoch must not have
+    else:
+        _warn_of_replay(run, batch_idx)
     run.loop.validated = (run.epoch, batch_idx) if fit["validated"] else None
-    _warn_of_replay(run, batch_idx)
 
 
 def _has_same_batches(run: Run, fit: dict[str, Any]) -> bool:
@@ -311,8 +312,7 @@ def _warn_of_replay(run: Run, batch_idx: int) -> None:
             message = f"{describe(loader)} {message}: {batch_idx} batches are taken from it and"
             hint = "They are those that were trained on only if it gives the same again"
             warn(f"{message} thrown away. {hint}")
-    data = ((each, getattr(each, "dataset", None)) for each in _loaders(run))
-    drawn = next((each for each, dataset in data if has_generator(dataset)), None)
+    drawn = next((o for o in _loaders(run) if has_generator(getattr(o, "dataset", None))), None)
     if drawn is not None and run.epoch and run.world.rank == 0:
         message = f"the dataset of {describe(drawn)} has a random generator, which starts again"
         warn(f"{message}. Fix: draw from the generators of torch, NumPy and random")
@@ -351,6 +351,11 @@ def _load_parts(run: Run, fit: dict[str, Any], unshared: dict[str, Any], path: P
     shared, parts = fit["parts"], named_parts(run)
     known = {*shared, *(name for rank in fit["ranks"] for name in rank["parts"])}
     stateless: list[str] = []
+    lost, new = known - parts.keys(), parts.keys() - known
+    for kind in {name.partition(";")[0] for name in new}:  # a part may have other options
+        was, present = ([n for n in names if n.partition(";")[0] == kind] for names in (lost, new))
+        if len(was) == len(present) == 1:
+            parts[was[0]] = parts.pop(present[0])
     for name, part in parts.items():
         if name in shared or name in unshared:
             with _named_in_errors(path, part.info.label):
@@ -358,8 +363,8 @@ def _load_parts(run: Run, fit: dict[str, Any], unshared: dict[str, Any], path: P
             if part.plugin is run.loop.source.datamodule:  # its loaders may depend on its state
                 run.remake_loaders(run.epoch, ("train", "validate"))
         else:
-            count, size = len(fit["ranks"]), run.world.data_size
-            ranks = f" (it has one for each of {count} ranks, not {size})"
+            total, size = len(fit["ranks"]), run.world.data_size
+            ranks = f" (it has one for each of {total} ranks, not {size})"
             message = f"no saved state for {part.info.label}{ranks if name in known else ''}"
             stateless.append(f"{message}, which starts from scratch")
     if absent := sorted(known - parts.keys()):

@@ -21,7 +21,7 @@ class Stage:
     """The loaders of one stage, and for each the number of batches that are used."""
 
     #: After ``shard_dataloader``.
-    loaders: list[Iterable[Any]] = field(default_factory=list)
+    loaders: list[Any] = field(default_factory=list)
     #: Batches of one pass on this rank, after limits; ``None`` if a loader has no length.
     batches: list[int | None] = field(default_factory=list)
     #: The most batches that any rank has: in evaluation every rank calls the step so often.
@@ -29,6 +29,8 @@ class Stage:
     #: True if a rank's loader has no length: ranks must agree at each batch whether another
     #: follows.
     lengths_unknown: bool = False
+    #: Batches that the first loader, which resumes itself, leaves out of its next pass.
+    done: int = 0
 
     @classmethod
     def of(cls, loaders: list[Iterable[Any]], name: str, limit: int | float | None = None) -> Stage:
@@ -88,11 +90,11 @@ class Stage:
         to agree at each batch: all of them must read equally many.
         """
         batches = getattr(self.loaders[0], "batch_sampler", None)
-        return batches.first if isinstance(batches, IndexedBatches) else 0
+        return batches.first if isinstance(batches, IndexedBatches) else self.done
 
     @first.setter
     def first(self, position: int) -> None:
-        batches = getattr(self.loaders[0], "batch_sampler", None)
+        batches, self.done = getattr(self.loaders[0], "batch_sampler", None), 0
         if isinstance(batches, IndexedBatches) and not self.lengths_unknown:
             batches.first = position
 

@@ -71,7 +71,8 @@ class Prefetcher:
             # It may do anything with the batch and the GPU, so it must not run early.
             return MappedBatches(iter(loader), loader, run.to_device)
         index = 0 if stage == "train" else run.dataloader_idx
-        if self.prefetch:
+        # The state of a loader that resumes itself must be that after the batch of the step.
+        if self.prefetch and not hasattr(loader, "load_state_dict"):
             return Ahead(self, run, loader, index, most(run, stage, index))
         module, fresh = run.module, pins_new_memory(loader)
 

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from geartrain import Run, TrainingError, UsageError, World, hookimpl
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from geartrain import Module, Trainer
 
 _STATE = ("state_dict", "load_state_dict")
+#: The types of options that tell callbacks apart, and lists and dicts of them.
+_PLAIN = (bool, int, float, str, type(Path()))
 
 #: Lightning's packages.
 _LIGHTNING = ("lightning", "pytorch_lightning")
@@ -293,6 +296,8 @@ _OF_CHECKPOINTS = {
 class _Caller:
     """The hookimpls that call a callback's methods. Their names leave the hooks' own names free."""
 
+    #: What follows the name of its state in a checkpoint. After ``;`` it may change.
+    state_suffix = ""
     _is_set_up = False
     #: The callback's attributes from ``setup`` to ``teardown``, for its ``log``.
     _lent: Mapping[str, Any] = {}
@@ -398,6 +403,7 @@ class Adapter(_Caller):
                 )
         has = [name for name in _STATE if self._has(name)]
         _check(callback, {*CALLED, *_STATE} if has != ["state_dict"] else set(CALLED))
+        self.state_suffix = _state_suffix(callback)
         if not (self._methods or has):
             raise UsageError(
                 f"callback {name} overrides no method of geartrain.callbacks.Callback, "
@@ -411,6 +417,20 @@ class Adapter(_Caller):
     @property
     def _called(self) -> Any:
         return self.callback
+
+
+def _state_suffix(callback: Any) -> str:
+    """Return the metric, and after ``;`` other options, by which states are told apart."""
+    values, metric = vars(callback), ""
+    if isinstance(values.get("monitor"), str):
+        metric = f"({', '.join(str(values[n]) for n in ('monitor', 'mode') if n in values)})"
+    options = {
+        name: str(values[name]) if isinstance(values[name], Path) else values[name]
+        for name, parameter in inspect.signature(type(callback)).parameters.items()
+        if name not in ("monitor", "mode") and values.get(name) is not parameter.default
+        if name in values and not_plain(values[name], _PLAIN) is None
+    }
+    return metric + "".join(f"; {name}={value!r}" for name, value in options.items())
 
 
 def _ignore(state: Any) -> None:
@@ -504,6 +524,7 @@ class PluginCallback(Callback, _Caller):
                     f"take out @hookimpl, and take the arguments of Callback.{name}"
                 )
         _check(self, {*CALLED, *_STATE})
+        self.state_suffix = _state_suffix(self)
         if self._methods:  # errors of the user's methods end the run, as in every callback
             self.errors_are_warnings = False
         return self
