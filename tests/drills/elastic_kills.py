@@ -136,7 +136,7 @@ def kills_of(case: dict[str, Any], whole: Path, folder: Path) -> list[dict[str, 
     choose = random.Random(f"{json.dumps(case)} {folder.name} kills")
     ranks = {**case, "ranks": case["virtual_ranks"]}
     most = 2 if case["replace"] or case["ranks"] > 2 else 1
-    return [
+    kills = [
         {
             **kill_of(choose, ranks, whole),
             "all": False,
@@ -145,6 +145,9 @@ def kills_of(case: dict[str, Any], whole: Path, folder: Path) -> list[dict[str, 
         }
         for number in range(choose.randint(1, most))
     ]
+    if [kill["way"] for kill in kills] == ["hang"] * case["ranks"]:  # nobody waits for them
+        kills[0]["way"] = "stop"
+    return kills
 
 
 def run_all(case: dict[str, Any], whole: Path, folders: list[Path]) -> None:
