@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import geartrain as gt
+from geartrain_sharded.activation_checkpointing import ActivationCheckpointing
 from geartrain_tools.tuner.finder import left_out
 
 
@@ -56,6 +57,15 @@ def test_weights_are_equal_bit_for_bit_and_less_is_kept():
 
 def test_the_module_is_as_before_after_a_fit():
     assert not any("forward" in vars(part) for part in train(units="Block").modules())
+
+
+def test_two_plugins_leave_a_forward_that_the_user_has_set():
+    module = Deep()
+    module.deep[1].forward = own = module.deep[1].layers.forward
+    two = [ActivationCheckpointing("Block"), ActivationCheckpointing(["Block"], every=2)]
+    one_trainer(plugins=two).fit(module, DataLoader(samples(), 8))
+    changed = [vars(part) for part in module.modules() if "forward" in vars(part)]
+    assert [attributes["forward"] for attributes in changed] == [own]
 
 
 def test_the_batch_size_is_tuned_with_it():

@@ -112,7 +112,7 @@ def compare(found: list[Any], expected: list[Any], tolerance: float = 0.0) -> li
             # A resumed run knows only its own part of the steps.
             part = {key: other["trace"].get(key, "no such step") for key in result.get("trace", {})}
             other = {**other, "trace": part} if "trace" in other else other
-        a, b = values(result), values(other)
+        a, b = plain(values(result)), plain(values(other))
         for key in sorted(a.keys() | b.keys()):
             if any(f".{name}" in key for name in UNCOMPARED):
                 continue
@@ -123,6 +123,14 @@ def compare(found: list[Any], expected: list[Any], tolerance: float = 0.0) -> li
     return wrong
 
 
+def plain(found: dict[str, Any]) -> dict[str, Any]:
+    """Return values without the version in files' names: a second fit meets those of the first."""
+    return {
+        key.replace("-v1", ""): value.replace("-v1", "") if isinstance(value, str) else value
+        for key, value in found.items()
+    }
+
+
 def equal(a: Any, b: Any, tolerance: float) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         if a.shape != b.shape:
@@ -131,8 +139,7 @@ def equal(a: Any, b: Any, tolerance: float) -> bool:
             return torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
         return torch.equal(a.nan_to_num(), b.nan_to_num())
     if isinstance(a, str) and isinstance(b, str):
-        # Each run has its folder, and a second fit finds the files of the first.
-        return Path(a).name.replace("-v1", "") == Path(b).name
+        return Path(a).name == Path(b).name  # each run has its folder
     if tolerance and isinstance(a, float) and isinstance(b, float):
         return equal(torch.tensor(a), torch.tensor(b), tolerance)
     return bool(a == b or (a != a and b != b))

@@ -155,6 +155,7 @@ PLUGIN_OPTIONS: dict[str, list[dict[str, Any]]] = {
     "accumulation_scheduler": [{"scheduling": {0: 1, 1: 2}}, {"scheduling": {0: 2, 2: 3}}],
     "activation_checkpointing": [{"units": "Linear"}],
     "backbone_finetuning": [{"unfreeze_backbone_at_epoch": 1, "backbone_initial_lr": 0.01}],
+    "csv": [{"path": "FOLDER/metrics.csv"}],
     "chaos": [{"slow": "rank=0,step=2,seconds=0.01"}],
     "compile": [{"backend": "eager"}],
     "early_stopping": [

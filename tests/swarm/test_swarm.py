@@ -23,6 +23,7 @@ MENDED = [
     "fits single plugins=early_stopping",
     "error single validation=rare moment=validation saved=now plugins=model_checkpoint",
     "killed single loader=shuffled validation=half moment=validation saved=now",
+    "sanity single plugins=activation_checkpointing+activation_checkpointing",
     "ranks threads optimizer=SparseAdam",
 ]
 

@@ -38,7 +38,8 @@ class ActivationCheckpointing:
             raise UsageError(f"{_LABEL}: every={every!r} must be at least 1.")
         self.units = [units] if isinstance(units, str) else list(units)
         self.every = every
-        self._changed: list[nn.Module] = []
+        #: Units, with the ``forward`` that the object had beside its class.
+        self._changed: list[tuple[nn.Module, Any]] = []
 
     @hookimpl
     def check_plan(self, module: Module | type[Module]) -> None:
@@ -54,17 +55,22 @@ class ActivationCheckpointing:
     @hookimpl(wrapper=True)
     def wrap_model(self, run: Run, model: nn.Module) -> Generator[None, Any, Any]:
         if run.command == "fit":
-            self._changed = self._chosen(run.module)
-            for unit in self._changed:
+            units = self._chosen(run.module)
+            self._changed = [(unit, vars(unit).get("forward")) for unit in units]
+            for unit in units:
                 unit.forward = _twice(unit.forward)
         return (yield)
 
     @hookimpl(wrapper=True)
     def teardown_process_group(self) -> Generator[None, Any, None]:
-        for unit in self._changed:
-            del unit.forward
-        self._changed = []
-        yield
+        try:
+            yield
+        finally:  # after the plugins that wrapped later
+            for unit, before in self._changed:
+                del unit.forward
+                if before is not None:
+                    unit.forward = before
+            self._changed = []
 
     def _chosen(self, module: nn.Module) -> list[nn.Module]:
         return [m for m in module.modules() if type(m).__name__ in self.units][:: self.every]
