@@ -26,7 +26,7 @@ class CollectiveOrder:
     """The order of a library's collectives, in each of which all ranks take part.
 
     The first rank that comes to a collective writes its name into the run's store. The others
-    compare it with theirs. This takes one call of the store, 25 µs.
+    compare it with theirs. This takes one call of the store: alone 23 µs.
 
     Args:
         run: of this rank.
