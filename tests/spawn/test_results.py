@@ -441,9 +441,13 @@ def test_the_best_checkpoint_is_known_to_the_caller(tmp_path):
     one.test(dataloaders=loader(21), ckpt_path="best")
     saved = torch.load(best.best_model_path, weights_only=True)["model"]
     assert all(torch.equal(value, saved[name]) for name, value in module.state_dict().items())
-    one.fit(module, loader(), loader(20))  # the ranks know the checkpoints of the first fit
+    first = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    one.fit(module, loader(), loader(20))  # starts from scratch, beside the files of the first fit
     assert len(best.best_k_models) == 2
-    assert {str(path) for path in tmp_path.iterdir()} == {*best.best_k_models, best.last_model_path}
+    second = {*best.best_k_models, best.last_model_path}
+    assert {str(path) for path in tmp_path.iterdir()} == {*map(str, first), *second}
+    assert len(first) == len(second) == 3
+    assert all(path.read_bytes() == data for path, data in first.items())
 
 
 class LateOnRank0:
