@@ -136,7 +136,9 @@ def equal(a: Any, b: Any, tolerance: float) -> bool:
         if a.shape != b.shape:
             return False
         if tolerance and a.is_floating_point():
-            return torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
+            return torch.allclose(
+                a.double(), b.double(), rtol=tolerance, atol=tolerance, equal_nan=True
+            )
         return torch.equal(a.nan_to_num(), b.nan_to_num())
     if isinstance(a, str) and isinstance(b, str):
         return Path(a).name == Path(b).name  # each run has its folder
