@@ -183,7 +183,8 @@ class BaguaStrategy(DDPStrategy):
         return (yield)
 
     @hookimpl
-    def on_exception(self) -> None:
+    def on_exception(self, error: BaseException) -> None:
+        super().on_exception(error)
         self._failed = True  # other ranks may be dead
 
     @hookimpl
