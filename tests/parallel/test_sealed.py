@@ -118,6 +118,9 @@ def test_a_value_of_the_store_is_that_of_its_key(served):
         b"text",
         [b"text"],
     )
+    assert store.compare_set("first", "", "1") == other.get("run/first") == b"1"
+    assert store.compare_set("first", "", "2") == b"1"
+    assert store.compare_set("first", "1", "3") == store.get("first") == b"3"
     served.set("run/b", served.get("run/a"))
     with pytest.raises(TrainingError, match=REFUSAL):
         store.get("b")

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
+from geartrain_parallel.sealed import SECRET
 from geartrain_testing.launching import _CLEARED, Launched, launched
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +73,8 @@ def run(
             "place": place,
             "folder": str(folder),
             "seconds": seconds,
-            "environment": _environment(),
+            # As ranks have it that geartrain starts.
+            "environment": _environment(**({SECRET: "of the test"} if place == "rank" else {})),
         }
     )
     return [_rank(folder, number, end) for number, end in enumerate(ends)]

@@ -51,6 +51,19 @@ class SealedStore(Store):
         """
         return sealed.unseal(self._store.get(self._prefix + key), self._prefix + key)
 
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Write a value if the key has the expected one, or none if that is empty.
+
+        Returns:
+            The key's value now.
+
+        Raises:
+            TrainingError: no rank of this program has written it.
+        """
+        key = self._prefix + key
+        pair = [sealed.seal(text.encode(), key) if text else b"" for text in (expected, desired)]
+        return sealed.unseal(self._store.compare_set(key, *pair), key)  # type: ignore[arg-type]  # as set()
+
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return [self.get(key) for key in keys]
 
