@@ -6,7 +6,12 @@ from small_models import EvalNet, Net, assert_equal, differ, fit, loader, traine
 from torch import nn
 
 from geartrain import UsageError, hookimpl
-from geartrain.callbacks import EMA, ModelCheckpoint
+from geartrain.callbacks import (
+    EMA,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 
 
 class Follows:
@@ -273,3 +278,33 @@ def test_a_state_of_another_module_is_refused(tmp_path):
     message = r"geartrain-callbacks\[ema\]: its state is of another module"
     with pytest.raises(UsageError, match=message):
         again.fit(other, loader(), ckpt_path="last")
+
+
+class SavesInTheLoop(Net):
+    """Saves a checkpoint after the third batch, before the step is counted."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if (self.current_epoch, batch_idx) == (0, 2) and self.file is not None:
+            self.trainer.save_checkpoint(self.file)
+
+
+@pytest.mark.parametrize(
+    "averaging",
+    [
+        lambda: EMA(0.8),
+        lambda: EMAWeightAveraging(decay=0.8),
+        lambda: StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=2),
+    ],
+)
+def test_a_save_after_a_batch_has_the_average_of_its_step(tmp_path, averaging):
+    quiet, saving, resumed = SavesInTheLoop(), SavesInTheLoop(), SavesInTheLoop()
+    resumed.load_state_dict(quiet.state_dict())
+    saving.load_state_dict(quiet.state_dict())
+    quiet.file, resumed.file, saving.file = None, None, tmp_path / "third.ckpt"
+    averages = []
+    for module, path in ((quiet, None), (saving, None), (resumed, saving.file)):
+        one = trainer(max_epochs=2, callbacks=[averaging()])
+        one.fit(module, loader(), ckpt_path=path)
+        averages.append(module.state_dict())
+    assert_equal(averages[1], averages[0])
+    assert_equal(averages[2], averages[0])

@@ -106,7 +106,13 @@ def same_on_ranks(choose: random.Random, made: Draw, strategies: list[str]) -> D
     steady = {"LBFGS", "Rprop", "Adafactor"}  # signs and line searches amplify rounding
     optimizer = "SGD" if made.optimizer in steady else made.optimizer
     return replace(
-        made, loader=loader, hook=hook, noise=False, precision=precision, optimizer=optimizer
+        made,
+        loader=loader,
+        hook=hook,
+        noise=False,
+        precision=precision,
+        optimizer=optimizer,
+        implied=tuple(name for name in made.implied if name != "overfit_batches"),  # of each rank
     )
 
 

@@ -80,8 +80,8 @@ class EMA(FreshStart, PluginCallback):
         self._replaced = False
 
     def forget(self) -> None:
-        #: Updates done.
-        self.updates = 0
+        #: Updates done, and the last step that was looked at.
+        self.updates = self._seen = 0
         self._loaded: dict[str, torch.Tensor] | None = None
         #: The weights in the file from which a fit resumes, with their ``_version``.
         self._saved: dict[str, tuple[Any, int]] = {}
@@ -92,7 +92,7 @@ class EMA(FreshStart, PluginCallback):
     def on_run_start(self, run: Run) -> None:
         if run.command != "fit":
             return
-        self._replaced = False
+        self._replaced, self._seen = False, run.step
         tensors: list[tuple[str, torch.Tensor]] = [*run.module.named_parameters()]
         tensors += run.module.named_buffers() if self._use_buffers else ()
         kept = {_plain(name): t.detach() for name, t in tensors if t.is_floating_point()}
@@ -128,12 +128,24 @@ class EMA(FreshStart, PluginCallback):
         )
         return (yield)
 
+    @hookimpl(specname="on_train_batch_end")
+    def _on_train_batch_end(self, run: Run) -> None:
+        if run.loop.stepped > run.batch_idx:  # before the module's method, which may save
+            self._step_done(run, run.step + 1)
+
     @hookimpl
-    @torch.no_grad()
     def on_step_end(self, run: Run) -> None:
-        if run.step < self.start_step:
-            return
-        if run.step % self.every == 0:
+        self._step_done(run, run.step)  # in a Session, which has no batches
+
+    def _step_done(self, run: Run, step: int) -> None:
+        """Average after each step once."""
+        if step != self._seen:
+            self._seen = step
+            self._after_step(step)
+
+    @torch.no_grad()
+    def _after_step(self, step: int) -> None:
+        if step >= self.start_step and step % self.every == 0:
             current = [
                 w if w.dtype == a.dtype else w.to(a.dtype)
                 for w, a in zip(self._weights, self._average, strict=True)

@@ -106,8 +106,7 @@ class StochasticWeightAveraging(EMA):
         if self._old_lrs:
             self._set_rates(run)
 
-    @hookimpl
-    def on_step_end(self, run: Run) -> None:
+    def _step_done(self, run: Run, step: int) -> None:
         if self._old_lrs:
             self._set_rates(run)
 

@@ -62,9 +62,8 @@ class WeightAveraging(EMA):
         """
         return step_idx is not None
 
-    @hookimpl
-    def on_step_end(self, run: Run) -> None:
-        if self.should_update(step_idx=run.step - 1):
+    def _after_step(self, step: int) -> None:
+        if self.should_update(step_idx=step - 1):
             self._update()
 
     @hookimpl
