@@ -50,6 +50,12 @@ class Gate:
         return OrderedDict, ()
 
 
+@pytest.fixture(autouse=True)
+def _gates_may_be_written(monkeypatch):
+    """A file has the value that ``__reduce__`` returns, but a checkpoint has no such objects."""
+    monkeypatch.setattr("geartrain.checkpoint.files.not_plain", lambda value: None)
+
+
 class Gated(Net):
     """Its checkpoint of each step in ``gates`` has a gate."""
 

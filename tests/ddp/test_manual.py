@@ -4,6 +4,7 @@ Tested under ddp and under strategies without support for manual optimisation.
 """
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -94,7 +95,8 @@ def train(own):
     module, trainer = Sees(own), ddp()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(module, DataLoader(samples(), batch_size=4))
+        with pytest.raises(gt.TrainingError, match="differs from") if own else nullcontext():
+            trainer.fit(module, DataLoader(samples(), batch_size=4))
     return module.values, dict(trainer.run.metrics), [str(one.message) for one in caught]
 
 
@@ -113,7 +115,7 @@ def test_gradients_are_averaged_when_on_after_backward_is_called(one_script):
     assert metrics["unused"] == 1.0
 
 
-def test_a_backward_without_manual_backward_gives_a_warning(one_script):
+def test_a_backward_without_manual_backward_gives_a_warning_and_an_error(one_script):
     for kept in one_script:
         assert sum("the ranks' weights drift apart" in one for one in kept["own"][2]) == 1
         assert not any("drift apart" in one for one in kept["plain"][2])

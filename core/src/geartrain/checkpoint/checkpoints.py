@@ -111,7 +111,7 @@ def load(run: Run, start: InitialCheckpoint) -> None:
         return
     if state is None:
         state = run.hooks.load_checkpoint(run=run, path=path)
-    if not isinstance(state, dict) or "model" not in state:
+    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         raise TrainingError(f"{path} is not a checkpoint of geartrain: it has no 'model'.")
     if start.resumes:
         check_resumable(run, state, path, start.may_be_done)

@@ -48,7 +48,8 @@ def training_state(run: Run, epochs: int) -> dict[str, Any]:
     Args:
         epochs: epochs done; ``run.epoch`` within an epoch.
     """
-    within, loader = epochs == run.epoch and run.batch_idx > 0, run.stages["train"].loaders[0]
+    within = epochs == run.epoch and run.batch_idx > 0
+    loader = next(iter(run.stages["train"].loaders), None)  # none where ranks have trained apart
     validates = run.stage == "validate" and run.batch is not None  # a resume does it again
     # A DataLoader begins each epoch anew; other loaders may go on where they were.
     resumes = keeps_state(loader) and (within or not isinstance(loader, DataLoader))

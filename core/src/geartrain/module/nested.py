@@ -77,6 +77,9 @@ def not_plain(value: Any, plain: tuple[type, ...] = _PLAIN) -> str | None:
     """
     if value is None or type(value) in (*plain, *torch.serialization.get_safe_globals()):
         return None
+    reduces = type(value).__reduce_ex__ is not torch.Tensor.__reduce_ex__
+    if isinstance(value, torch.Tensor) and reduces:
+        return None  # a device's class may pickle its tensors as those of the CPU
     if type(value) in (dict, OrderedDict, Counter):
         value = (*value, *value.values())
     elif type(value) not in (list, tuple, set):
