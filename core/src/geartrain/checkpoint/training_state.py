@@ -49,7 +49,7 @@ def training_state(run: Run, epochs: int) -> dict[str, Any]:
         epochs: epochs done; ``run.epoch`` within an epoch.
     """
     within = epochs == run.epoch and run.batch_idx > 0
-    loader = next(iter(run.stages["train"].loaders), None)  # none where ranks have trained apart
+    loader: Any = next(iter(run.stages["train"].loaders), None)  # none after ddp_spawn
     validates = run.stage == "validate" and run.batch is not None  # a resume does it again
     # A DataLoader begins each epoch anew; other loaders may go on where they were.
     resumes = keeps_state(loader) and (within or not isinstance(loader, DataLoader))

@@ -471,10 +471,10 @@ class _Counting:
 
     @hookimpl(wrapper=True)
     def wrap_model(self, run: Run, model: nn.Module) -> Generator[None, Any, Any]:
-        # These two read values.
+        # These read values.
         run.logs.log = _do_nothing  # type: ignore[method-assign]
         run.coordinator.total_weight = lambda run, weight: weight  # type: ignore[method-assign]
-        run.coordinator.check_agreement = lambda run, begins: None  # type: ignore[method-assign]
+        run.coordinator.check_agreement = _do_nothing  # type: ignore[method-assign]
         _apply(model, self._faked)
         gc.collect()  # the address of a storage may otherwise be that of a new one
         for tensor in (*model.parameters(), *model.buffers()):
