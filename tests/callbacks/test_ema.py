@@ -155,22 +155,66 @@ def test_before_the_first_update_a_checkpoint_is_as_without(tmp_path):
     assert_equal(module, follows.weights[-1])
 
 
-def test_changes_of_the_modules_on_save_checkpoint_stay(tmp_path):
-    def changed(model):
-        kept = {name: t for name, t in model.items() if not name.endswith("bias")}
-        return {"own": torch.ones(1), **kept}
+def matrices(model):
+    return {"own": torch.ones(1), **{n: t for n, t in model.items() if not n.endswith("bias")}}
 
+
+def halved(model):
+    return {name: t.half() for name, t in model.items()}
+
+
+def renamed(model):
+    return {f"old_{name}": t for name, t in model.items()}
+
+
+AVERAGES = [
+    lambda: EMA(0.9),
+    lambda: EMA(0.9, validate=False),
+    lambda: EMAWeightAveraging(decay=0.8),
+    lambda: StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=2),
+]
+
+
+@pytest.mark.parametrize("average", AVERAGES)
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("change", [matrices, halved, renamed])
+def test_changes_of_the_modules_on_save_checkpoint_stay(tmp_path, change, own, average):
     class Changes(EvalNet):
         def on_save_checkpoint(self, checkpoint):
-            checkpoint["model"] = changed(checkpoint["model"])
+            # ``own``: as the functions of libraries that save adapters alone
+            checkpoint["model"] = change(self.state_dict() if own else checkpoint["model"])
             checkpoint["labels"] = ["cat"]
 
-    module = Changes()
-    fit(module, plugins=[EMA(0.9)], output=tmp_path / "run")
+    module, follows = Changes(), Follows()
+    fit(module, val=loader(4), plugins=[average(), follows], output=tmp_path / "run")
     state = torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)
     assert state["labels"] == ["cat"]
-    assert state["model"].keys() == state["trained"].keys()
-    assert_equal(state["model"], changed(weights(module)))
+    validated = "average" not in state
+    assert_equal(state["model" if validated else "average"], change(weights(module)))
+    assert_equal(state["trained" if validated else "model"], change(follows.weights[-1]))
+
+
+@pytest.mark.parametrize("average", AVERAGES)
+def test_a_run_with_other_names_in_its_file_resumes(tmp_path, average):
+    class Renames(EvalNet):
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["model"] = renamed(checkpoint["model"])
+
+        def on_load_checkpoint(self, checkpoint):
+            items = checkpoint["model"].items()
+            checkpoint["model"] = {name.removeprefix("old_"): t for name, t in items}
+
+    whole, part = Renames(), Renames()
+    part.load_state_dict(whole.state_dict())
+    fit(whole, plugins=[average()], max_epochs=2)
+    for epochs in (1, 2):
+        one = trainer(plugins=[average()], max_epochs=epochs, output=tmp_path / "run")
+        one.fit(part, loader(), ckpt_path="auto")
+    assert_equal(part, whole)
+    loaded = Renames()
+    one.test(loaded, loader(), ckpt_path=tmp_path / "run" / "last.ckpt")
+    validated = average().validate
+    assert differ(loaded, weights(whole)) != validated
 
 
 class SavesWithin:

@@ -9,17 +9,25 @@ from torch import nn
 
 import geartrain as gt
 from geartrain import UsageError
-from geartrain.callbacks import BackboneFinetuning, BaseFinetuning, ModelCheckpoint
+from geartrain.callbacks import (
+    BackboneFinetuning,
+    BaseFinetuning,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from geartrain.testing import ThreadRanks
+
+from ..swarm import pools
 
 
 class Net(gt.Module):
-    def __init__(self, scheduler=False):
+    def __init__(self, scheduler="", interval="epoch"):
         super().__init__()
         torch.manual_seed(0)
         self.backbone = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
         self.head = nn.Linear(4, 1)
         self.seen, self.rates, self.scheduler = [], [], scheduler
+        self.interval = interval
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -35,7 +43,8 @@ class Net(gt.Module):
         optimizer = torch.optim.Adam(trained, lr=0.01)
         if not self.scheduler:
             return optimizer
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
+        scheduler = pools.scheduler_of(self.scheduler, optimizer)
+        return [optimizer], [{"scheduler": scheduler, "interval": self.interval}]
 
 
 def run(callback, epochs=4, strategy="single", plugins=(), net=None, **options):
@@ -72,7 +81,7 @@ def test_the_rate_grows_as_asked():
     assert [rate[-1] for rate in run(free, 3).rates] == pytest.approx([0.002, 0.01, 0.05])
 
 
-@pytest.mark.parametrize("scheduler", [False, True])
+@pytest.mark.parametrize("scheduler", ["", "StepLR", "SequentialLR(LambdaLR,StepLR)"])
 def test_a_run_that_resumes_trains_the_same(tmp_path, scheduler):
     def once(folder, **options):
         every = {"filename": "{step}", "every_n_train_steps": 2, "save_top_k": -1}
@@ -126,3 +135,104 @@ def test_a_strategy_that_waits_for_each_gradient_is_refused():
 
     with pytest.raises(UsageError, match=r"waits for the gradient of each\. Fix: find_unused"):
         run(BackboneFinetuning(1), strategy=Waits(2))
+
+
+def refusal(net, callback=None, epochs=4):
+    """Train; return the error with which the run was refused before its first batch, or ``""``."""
+    steps, text = [], ""
+    net.on_train_batch_start = lambda *_: steps.append(1)
+    try:
+        run(callback or BackboneFinetuning(1, lambda epoch: 1.0), epochs, net=net)
+    except UsageError as error:
+        text = str(error)
+    assert bool(text) != bool(steps)
+    assert not text or "Fix: another " in text
+    return text
+
+
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+@pytest.mark.parametrize("name", pools.nested())
+def test_a_scheduler_keeps_the_share_of_the_new_groups_rate_or_is_refused(name, interval):
+    nests = f"ChainedScheduler({name},StepLR)", f"SequentialLR({name},LinearLR)"
+    texts = (
+        [name] if interval == "step" else [*nests, f"SequentialLR(StepLR,ChainedScheduler({name}))"]
+    )
+    for text in filter(pools.torch_can, texts):
+        net = Net(text, interval)
+        if name in ("CyclicLR", "OneCycleLR", "SWALR"):  # they keep more for each group
+            assert name in refusal(net), text
+        else:
+            assert not refusal(net), text
+            assert [len(rates) for rates in net.rates] == [1, 2, 2, 2]
+            for first, new in net.rates[1:]:
+                assert new == pytest.approx(first / 10, abs=1e-15), text
+
+
+@pytest.mark.parametrize("scheduler", ["StepLR", "LambdaLR"])
+def test_the_rate_grows_under_a_scheduler(scheduler):
+    rates = run(BackboneFinetuning(1), 6, net=Net(scheduler)).rates
+    assert [new / first for first, new in rates[1:]] == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.0])
+
+
+def test_functions_for_each_group_are_refused():
+    class Two(Net):
+        def configure_optimizers(self):
+            groups = [{"params": list(self.head.parameters())}]
+            groups.append({"params": [p for p in self.backbone.parameters() if p.requires_grad]})
+            optimizer = torch.optim.SGD(groups, 0.1)
+            factors = [lambda epoch: 1.0, lambda epoch: 0.5]
+            return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, factors)]
+
+    assert "LambdaLR takes no group" in refusal(Two())
+
+
+@pytest.mark.parametrize("name", pools.optimizers())
+def test_an_optimizer_trains_the_new_group_or_is_refused(name):
+    class Optimized(Net):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(2, 1, sparse=name == "SparseAdam")
+
+        def training_step(self, batch, batch_idx):
+            return (
+                super().training_step(batch, batch_idx) + self.table(torch.tensor([0])).sum() ** 2
+            )
+
+        def configure_optimizers(self):
+            trained = [p for p in self.parameters() if p.requires_grad]
+            return pools.optimizers_of(name, trained, list(self.table.parameters()))
+
+        def on_train_epoch_end(self):
+            self.seen.append(weights(self))
+
+    net = Optimized()
+    if name in ("LBFGS", "Muon", "SparseAdam"):
+        assert name in refusal(net)
+    else:
+        assert not refusal(net, epochs=2)
+        assert [changed(net, e, "backbone.0.weight") for e in (0, 1)] == [False, True]
+
+
+def test_a_run_that_ends_before_is_not_refused():
+    assert not refusal(Net("OneCycleLR"), BackboneFinetuning(4))
+
+
+def test_a_group_that_the_users_rule_adds_is_refused_at_once():
+    with pytest.raises(UsageError, match=r"Own: OneCycleLR takes no group .* Fix: another sched"):
+        run(Own(), 2, net=Net("OneCycleLR"))
+
+
+def test_a_rate_of_nothing_is_a_warning():
+    class WarmUp(Net):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.head.parameters(), 0.1)
+            return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: epoch)]
+
+    with pytest.warns(UserWarning, match=r"the rate 0, .* Fix: a later epoch"):
+        run(BackboneFinetuning(0), net=WarmUp())
+
+
+def test_averaged_epochs_set_the_rate_of_the_new_group():
+    swa = StochasticWeightAveraging(0.5, 2, annealing_epochs=2, annealing_strategy="linear")
+    rates = run(BackboneFinetuning(2), plugins=[swa]).rates
+    assert rates[1:] == [[0.01], pytest.approx([0.255, (0.0255 + 0.5) / 2]), [0.5, 0.5]]

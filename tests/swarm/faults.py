@@ -9,16 +9,6 @@ from dataclasses import dataclass
 from .pools import SHARDED
 from .program import Draw
 
-#: Schedulers that cannot follow a group of parameters that an optimizer gets later.
-FIXED = (
-    "LambdaLR",
-    "MultiplicativeLR",
-    "CosineAnnealingWarmRestarts",
-    "CyclicLR",
-    "OneCycleLR",
-    "SWALR",
-)
-
 
 @dataclass(frozen=True)
 class Fault:
@@ -30,13 +20,6 @@ class Fault:
 
 
 FAULTS = [
-    Fault(
-        "a checkpoint lacks the average if the module saves its weights under other names",
-        "evaluate single plugins=ema hook=on_save_checkpoint",
-        lambda draw: (
-            draw.hook == "on_save_checkpoint" and any(n[:3] in ("ema", "swa") for n in draw.plugins)
-        ),
-    ),
     Fault(
         "a checkpoint that is saved within a window has the random state of that moment, and "
         "resumes at the window's first batch",
@@ -62,23 +45,6 @@ FAULTS = [
             draw.optimizer in ("Adafactor", "LBFGS", "Muon")
             and {draw.strategy, draw.other} & {*SHARDED}
         ),
-    ),
-    Fault(
-        "backbone_finetuning adds a group, at which some of torch's schedulers raise a raw error",
-        "sanity single scheduler=LambdaLR plugins=backbone_finetuning",
-        lambda draw: (
-            "backbone_finetuning" in draw.plugins
-            and (
-                any(name in draw.scheduler for name in FIXED)
-                or "swa" in draw.plugins
-                or draw.optimizer in ("Muon", "SparseAdam")  # which take no other parameters
-            )
-        ),
-    ),
-    Fault(
-        "two plugins of the class Remote share one folder and fail in the run",
-        "sanity single plugins=remote+remote",
-        lambda draw: draw.plugins.count("remote") > 1,
     ),
     Fault(
         "under ddp_sharded a weight that a hook sets between forward and backward is lost",

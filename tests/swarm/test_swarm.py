@@ -25,6 +25,8 @@ MENDED = [
     "killed single loader=shuffled validation=half moment=validation saved=now",
     "sanity single plugins=activation_checkpointing+activation_checkpointing",
     "ranks threads optimizer=SparseAdam",
+    "evaluate single plugins=ema hook=on_save_checkpoint",
+    "sanity single scheduler=LambdaLR plugins=backbone_finetuning+swa",
 ]
 
 pytestmark = [

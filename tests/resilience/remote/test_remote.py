@@ -375,6 +375,13 @@ def test_a_run_without_a_folder_is_refused():
         fit("memory://runs/none", 1, output=None)
 
 
+def test_two_stores_of_one_run_are_refused(tmp_path):
+    stores = [Remote("memory://runs/a"), Remote("memory://runs/b")]
+    with pytest.raises(UsageError, match=r"\[remote\] is given twice\. Fix: give one"):
+        fit(None, 1, output=tmp_path / "run", plugins=stores)
+    assert not (tmp_path / "run").exists()
+
+
 def test_names_in_a_store_do_not_lead_out_of_the_folder(bucket, tmp_path):
     fit(bucket.url, 1)
     target = tmp_path / "evil"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from geartrain import Run, UsageError, hookimpl
+from geartrain.plugin_api import overridden
 from geartrain_callbacks.callback import PluginCallback
 from geartrain_callbacks.fresh_start import FreshStart
 from geartrain_callbacks.saving import drop_fit
@@ -32,8 +33,9 @@ class EMA(FreshStart, PluginCallback):
     In a checkpoint, ``model`` is the validated version: the average, with the trained weights
     beside it as ``trained``. With ``validate=False`` it holds the trained weights, with the
     average beside them as ``average``. Before the first update the checkpoint has only ``model``.
-    If ``on_load_checkpoint`` of the module renames a weight, its average is renamed, too; the
-    average of a weight that it changes starts again from the new one.
+    ``on_save_checkpoint`` of the module is called for each version. If ``on_load_checkpoint``
+    renames a weight, its average is renamed, too; the average of a weight that it changes starts
+    again from the new one.
 
     Args:
         decay: the share of the average that an update keeps, between 0 and 1.
@@ -84,8 +86,8 @@ class EMA(FreshStart, PluginCallback):
         self.updates = self._seen = 0
         self._loaded: dict[str, torch.Tensor] | None = None
         #: The weights in the file from which a fit resumes, with their ``_version``.
-        self._saved: dict[str, tuple[Any, int]] = {}
-        #: The module's weights -> their names in the file; ``None``: the user's hook made it.
+        self._saved: dict[str, tuple[torch.Tensor, int]] = {}
+        #: Names of the module's weights -> in the file; ``None``: ``on_load_checkpoint`` made it.
         self._sources: dict[str, str | None] = {}
 
     @hookimpl
@@ -111,21 +113,18 @@ class EMA(FreshStart, PluginCallback):
     @hookimpl(wrapper=True)
     def load_checkpoint(self, run: Run) -> Generator[None, Any, Any]:
         state = yield
-        self._saved = {}
         if run.loop.start is not None and run.loop.start.resumes and isinstance(state, dict):
             weights = state.get("trained", state.get("model"))
             items = weights.items() if isinstance(weights, dict) else ()
-            self._saved = {n: (t, t._version) for n, t in items if isinstance(t, torch.Tensor)}
+            kept = ((_plain(n), t) for n, t in items if isinstance(t, torch.Tensor))
+            self._saved = {name: (t, t._version) for name, t in kept}
         return state
 
     @hookimpl(wrapper=True)
     def load_model_state(self, state: dict[str, Any]) -> Generator[None, Any, Any]:
-        same = {
-            id(t): _plain(n) for n, (t, version) in self._saved.items() if t._version == version
-        }
-        self._sources = (
-            {_plain(n): same.get(id(t)) for n, t in state.items()} if self._saved else {}
-        )
+        if self._saved:
+            same = {id(t): n for n, (t, version) in self._saved.items() if t._version == version}
+            self._sources = {_plain(name): same.get(id(t)) for name, t in state.items()}
         return (yield)
 
     @hookimpl(specname="on_train_batch_end")
@@ -173,7 +172,7 @@ class EMA(FreshStart, PluginCallback):
         if self._replaced:
             drop_fit(state, path, f"{self._name} has replaced the trained weights by the average")
         elif run.command == "fit" and self.updates and isinstance(state.get("model"), dict):
-            trained, average = self._states(run, state["model"])
+            trained, average = self._states(run, state)
             state["model"] = average if self.validate else trained
             if "fit" in state:
                 beside = ("trained", trained) if self.validate else ("average", average)
@@ -205,9 +204,8 @@ class EMA(FreshStart, PluginCallback):
         """Continue the average from this state."""
         average = {_plain(name): tensor for name, tensor in state["average"].items()}
         if self._sources:
-            in_file, sources = set(map(_plain, self._saved)), self._sources.items()
-            renamed = {name: average[old] for name, old in sources if old in average}
-            average = {n: t for n, t in average.items() if n not in in_file} | renamed
+            renamed = {n: average[old] for n, old in self._sources.items() if old in average}
+            average = {n: t for n, t in average.items() if n not in self._saved} | renamed
         self.updates, self._loaded = state["updates"], average or None
 
     @torch.no_grad()
@@ -216,24 +214,22 @@ class EMA(FreshStart, PluginCallback):
         run.coordinator.broadcast_buffers(run)
 
     @torch.no_grad()
-    def _states(self, run: Run, wanted: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the module's state twice: with the trained weights, and with the average.
+    def _states(self, run: Run, checkpoint: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the ``model`` of a checkpoint twice: with the trained weights, and the average.
 
         The module itself builds both, so that names and tied weights are right.
-
-        Args:
-            wanted: the checkpoint's state; entries that the module's ``on_save_checkpoint``
-                removed or added stay removed or added.
         """
         current, states = [weight.clone() for weight in self._weights], []
-        for weights in (current if self._trained is None else self._trained, self._average):
-            torch._foreach_copy_(self._weights, weights)
-            found = {
-                name: t.clone() if isinstance(t, torch.Tensor) else t
-                for name, t in run.hooks.model_state(run=run).items()
-            }
-            states.append({name: found.get(name, value) for name, value in wanted.items()})
-        torch._foreach_copy_(self._weights, current)
+        try:
+            for weights in (current if self._trained is None else self._trained, self._average):
+                torch._foreach_copy_(self._weights, weights)
+                state = {**checkpoint, "model": run.hooks.model_state(run=run)}
+                if overridden(run.module, "on_save_checkpoint"):
+                    run.module.on_save_checkpoint(state)
+                items = state["model"].items()
+                states.append({n: t.clone() if torch.is_tensor(t) else t for n, t in items})
+        finally:
+            torch._foreach_copy_(self._weights, current)
         return states
 
     @torch.no_grad()

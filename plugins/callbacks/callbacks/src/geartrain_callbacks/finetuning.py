@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from geartrain import Run, UsageError, hookimpl
 from geartrain.plugin_api import warn
 from geartrain_callbacks.callback import Adapter, Callback
+from geartrain_callbacks.later_groups import check_optimizer, check_scheduler, following
 
 if TYPE_CHECKING:
     from geartrain import Module, Trainer
@@ -25,6 +26,9 @@ class BaseFinetuning(Callback):
 
     Override :meth:`freeze_before_training` and :meth:`finetune_function`. The optimizer gets only
     the parameters that train: ``Adam(p for p in self.parameters() if p.requires_grad)``.
+
+    torch's schedulers go on with the groups that ``finetune_function`` adds and the rates that it
+    sets. The error of one that cannot comes at once.
 
     A run that resumes calls ``finetune_function`` again for each epoch before, which restores the
     groups of the optimizers; their rates then come from the checkpoint.
@@ -57,8 +61,17 @@ class BaseFinetuning(Callback):
         if (
             run.loop.resumed is None or not run.loop.resumed.batch_idx
         ):  # otherwise the resume called it
+            self._finetune(run, run.epoch)
+
+    def _finetune(self, run: Run, epoch: int) -> None:
+        schedulers = [schedule.scheduler for schedule in run.schedulers]
+        before = [len(optimizer.param_groups) for optimizer in run.optimizers]
+        with following(schedulers):
             for optimizer in run.optimizers:
-                self.finetune_function(pl_module, run.epoch, optimizer)
+                self.finetune_function(run.module, epoch, optimizer)
+        if [len(optimizer.param_groups) for optimizer in run.optimizers] != before:
+            for scheduler in schedulers:
+                check_scheduler(type(self).__name__, scheduler, 0)
 
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
@@ -117,6 +130,9 @@ class BaseFinetuning(Callback):
         """
         BaseFinetuning.make_trainable(modules)
         rate = optimizer.param_groups[0]["lr"] / initial_denom_lr if lr is None else float(lr)
+        if not rate:
+            message = "the unfrozen parameters get the rate 0, a share of the first group's"
+            warn(f"{message}, and do not train. Fix: a later epoch, or a rate of their own")
         known = {id(p) for group in optimizer.param_groups for p in group["params"]}
         found = list(BaseFinetuning.filter_params(modules, train_bn=train_bn))
         new = [parameter for parameter in found if id(parameter) not in known]
@@ -177,6 +193,13 @@ class BackboneFinetuning(BaseFinetuning):
             raise UsageError(f"{message}. Fix: self.backbone = ..., or extend BaseFinetuning")
         self.freeze(pl_module.backbone, self.train_bn)
 
+    def _later(self, run: Run) -> list[nn.Parameter]:
+        """Return the parameters that the run's optimizers will get."""
+        if -1 < run.plan.options.max_epochs <= self.unfreeze_backbone_at_epoch:
+            return []
+        backbone = run.module.backbone
+        return list(self.filter_params(backbone, self.train_bn, requires_grad=False))
+
     def finetune_function(self, pl_module: Module, epoch: int, optimizer: Optimizer) -> None:
         first, last = optimizer.param_groups[0], optimizer.param_groups[-1]
         if epoch == self.unfreeze_backbone_at_epoch:
@@ -218,14 +241,23 @@ class _FinetuningAdapter(Adapter):
         return model
 
     @hookimpl(wrapper=True)
+    def wrap_optimizer(self, run: Run, optimizer: Optimizer) -> Generator[None, Any, Any]:
+        if isinstance(self.callback, BackboneFinetuning) and run.command == "fit":
+            name, later = type(self.callback).__name__, self.callback._later(run)
+            if later:
+                check_optimizer(name, optimizer, later)
+                for schedule in run.schedulers:
+                    check_scheduler(name, schedule.scheduler, 1)
+        return (yield)
+
+    @hookimpl(wrapper=True)
     def load_checkpoint(self, run: Run) -> Generator[None, Any, Any]:
         state = yield
         fit = state.get("fit") if isinstance(state, dict) else None
         if run.command == "fit" and run.plan.resumes and isinstance(fit, Mapping):
             begun = fit.get("epoch", 0) + bool(fit.get("batch_idx"))
             for epoch in range(begun):
-                for optimizer in run.optimizers:
-                    self.callback.finetune_function(run.module, epoch, optimizer)
+                self.callback._finetune(run, epoch)
         return state
 
 

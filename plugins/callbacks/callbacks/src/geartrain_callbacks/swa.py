@@ -93,11 +93,15 @@ class StochasticWeightAveraging(EMA):
         if len(run.optimizers) != 1:
             message = f"geartrain-callbacks[swa]: the module has {len(run.optimizers)} optimizers"
             raise UsageError(f"{message}. Fix: return one from configure_optimizers")
-        if isinstance(self.swa_lrs, list) and len(self.swa_lrs) != len(groups):
+        self._rates(len(groups))
+
+    def _rates(self, groups: int) -> list[float]:
+        if not isinstance(self.swa_lrs, list):
+            return [self.swa_lrs] * groups
+        if len(self.swa_lrs) != groups:
             message = f"geartrain-callbacks[swa]: swa_lrs has {len(self.swa_lrs)} rates"
-            raise UsageError(
-                f"{message}, and the optimizer {len(groups)} groups. Fix: one for each"
-            )
+            raise UsageError(f"{message}, and the optimizer {groups} groups. Fix: one for all")
+        return self.swa_lrs
 
     @hookimpl
     def on_epoch_start(self, run: Run) -> None:
@@ -115,9 +119,10 @@ class StochasticWeightAveraging(EMA):
         share = done if self.annealing_epochs else 1.0
         if self.annealing_strategy == "cos":
             share = (1 - math.cos(math.pi * share)) / 2
-        groups, one = run.optimizers[0].param_groups, self.swa_lrs
-        rates = one if isinstance(one, list) else [one] * len(groups)
-        for group, old, new in zip(groups, self._old_lrs, rates, strict=True):
+        groups = run.optimizers[0].param_groups
+        # A group may be new: backbone_finetuning adds one.
+        self._old_lrs += [group["lr"] for group in groups[len(self._old_lrs) :]]
+        for group, old, new in zip(groups, self._old_lrs, self._rates(len(groups)), strict=True):
             group["lr"] = old + (new - old) * share
 
     @hookimpl

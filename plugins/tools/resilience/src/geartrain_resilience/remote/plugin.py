@@ -58,6 +58,8 @@ class Remote:
             raise UsageError(
                 f"{_LABEL} uploads the run's folder, and it has none. Fix: --output DIR"
             )
+        if sum(choice.label == _LABEL for choice in plan.plugins) > 1:
+            raise UsageError(f"{_LABEL} is given twice. Fix: give one, for one store")
 
     @hookimpl(wrapper=True)  # first: the files are there when other plugins look for them
     def find_checkpoint(
