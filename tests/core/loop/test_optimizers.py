@@ -257,7 +257,7 @@ def test_lbfgs_skips_a_batch_without_a_loss():
 
 def test_lbfgs_with_a_second_optimizer_is_refused():
     net = Configured(lambda n: [n.first, torch.optim.LBFGS(n.layers[2].parameters())])
-    with pytest.raises(UsageError, match="LBFGS needs a closure"):
+    with pytest.raises(UsageError, match=r"LBFGS needs a closure .* Fix: return it alone"):
         fit(net)
 
 

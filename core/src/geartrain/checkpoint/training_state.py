@@ -239,12 +239,11 @@ def check_resumable(run: Run, state: dict[str, Any], path: Path, may_be_done: bo
 
 def _refuse_others(path: Path, kind: str, saved: list[str], current: list[str]) -> None:
     """Refuse others than the saved ones: states are paired with them by their order alone."""
-    pairs = enumerate(zip_longest(saved, current, fillvalue="none"))
-    for index, was, present in ((i, a, b) for i, (a, b) in pairs if a != b):
-        raise TrainingError(
-            f"{path}: {kind.format(index)} was {was}, and is {present} now. Fix: use the same in "
-            "the same order, or start from the weights alone with checkpoint="
-        )
+    for index, (old, new) in enumerate(zip_longest(saved, current, fillvalue="none")):
+        if old != new:
+            message = f"{path}: {kind.format(index)} was {old}, and is {new} now. Fix: use the same"
+            hint = "in the same order, or start from the weights alone with checkpoint="
+            raise TrainingError(f"{message} {hint}")
 
 
 def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:

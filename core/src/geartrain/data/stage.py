@@ -118,13 +118,9 @@ def _batch_sampler(loader: Any) -> Any:
 def _samplers(loader: Any) -> list[Any]:
     """Return a loader's sampler, its batch sampler and the sampler in that, each once."""
     found: list[Any] = []
-    for single_loader in single_loaders(loader):
-        batches = _batch_sampler(single_loader)
-        found += (
-            getattr(single_loader, "sampler", None),
-            batches,
-            getattr(batches, "sampler", None),
-        )
+    for part in single_loaders(loader):
+        batches = _batch_sampler(part)
+        found += getattr(part, "sampler", None), batches, getattr(batches, "sampler", None)
     return list({id(sampler): sampler for sampler in found if sampler is not None}.values())
 
 

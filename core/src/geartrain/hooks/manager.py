@@ -26,9 +26,6 @@ from geartrain.hooks.plugin_info import LoadedPlugin, PluginInfo
 from geartrain.hooks.results import require_result, unchecked
 from geartrain.hooks.spelling import OF_PLUGINS
 
-if TYPE_CHECKING:
-    pass
-
 _PROJECT = "geartrain"
 #: The kinds that may own a single hook, in order of precedence. A plugin needs ``replaces``.
 _OWNERS = ("strategy", "accelerator", "precision", "core", "default")

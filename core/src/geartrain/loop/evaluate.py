@@ -31,11 +31,7 @@ def evaluate(run: Run, stage: str) -> Any:
     hooks, before, run.stage = run.hooks, (run.stage, run.dataloader_idx), stage
     without_gradients = torch.inference_mode if run.plan.options.inference_mode else torch.no_grad
     try:
-        with (
-            _eval_mode(run),
-            without_gradients(),
-            run.logs.scope(keep=stage != "sanity_check"),
-        ):
+        with _eval_mode(run), without_gradients(), run.logs.scope(keep=stage != "sanity_check"):
             run.coordinator.broadcast_buffers(run)
             hooks.on_validation_start(run=run)
             hooks.on_validation_epoch_start(run=run)

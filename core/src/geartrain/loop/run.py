@@ -346,7 +346,8 @@ class Run:
 
         needing = [type(optimizer).__name__ for optimizer in optimizers if wants_closure(optimizer)]
         if needing and len(optimizers) > 1 and self.mode == "automatic":
-            raise UsageError(f"{needing[0]} needs a closure and must be the only optimizer.")
+            message = f"{needing[0]} needs a closure and must be the only optimizer"
+            raise UsageError(f"{message}. Fix: return it alone, or optimize manually")
         self.loop.needs_closure = bool(needing)
         self.optimizers = [self.hooks.wrap_optimizer(run=self, optimizer=o) for o in optimizers]
 

@@ -208,10 +208,8 @@ class Registry:
             # Never "pip install MODULE": a distribution of that name may be unrelated.
             remedy = f"pip install --force-reinstall {home}, or --block {label}"
             if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-                message, remedy = (
-                    "torch is not installed",
-                    "pip install torch (a build for your hardware)",
-                )
+                message = "torch is not installed"
+                remedy = "pip install torch (a build for your hardware)"
             message = f"{label} could not be imported: {candidate.fail(message)}"
             raise UsageError(f"{message}. Fix: {remedy}") from error
         is_command = candidate.kind == "command"
