@@ -1,5 +1,7 @@
 """``trainer.save_checkpoint``: in a run, after one, on each rank; and ``trainer.ckpt_path``."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from small_models import EvalNet, Net, assert_equal, fit, loader, trainer
@@ -54,7 +56,9 @@ def test_a_fit_resumes_from_a_file_saved_in_it(tmp_path, ranks):
 def test_within_accumulated_batches_the_file_has_the_steps_that_are_done(tmp_path, batch_idx):
     whole = Net()
     saves = SavesAfter(tmp_path / "a.ckpt", batch_idx)
-    fit(whole, callbacks=[saves], accumulate_grad_batches=2)
+    within = batch_idx == 2  # the batch is trained on again: a batch norm would see it twice
+    with pytest.warns(match="is saved within a step") if within else nullcontext():
+        fit(whole, callbacks=[saves], accumulate_grad_batches=2)
     assert contents(tmp_path / "a.ckpt")["step"] == (batch_idx + 1) // 2
     rest = Net()
     trainer(accumulate_grad_batches=2).fit(rest, loader(), ckpt_path=tmp_path / "a.ckpt")

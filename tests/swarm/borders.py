@@ -187,6 +187,12 @@ def fits(runs: Runs) -> list[str]:
     return compare(runs.run("both", fits=[0, 1], no_output=True), alone)
 
 
+def again(runs: Runs) -> list[str]:
+    """A trainer fits a model a second time as a new trainer does."""
+    new = runs.run("new", fits=[0, None], new_trainer=True, no_output=True)
+    return compare(runs.run("same", fits=[0, None], no_output=True), new)
+
+
 def evaluate(runs: Runs) -> list[str]:
     """A checkpoint tests and predicts as the module that was trained."""
     whole = runs.run("whole", then="test")
@@ -254,6 +260,7 @@ BORDERS: dict[str, Callable[[Runs], list[str]]] = {
         error,
         epochs,
         fits,
+        again,
         evaluate,
         other_strategy,
         other_size,

@@ -13,6 +13,8 @@ from .program import Draw
 EQUAL_TO_ONE = tuple(name for name in pools.strategies() if name not in ("single", "ddp2"))
 #: Events that come not between the batch's start and its end.
 HARMLESS = ("on_train_epoch_end", "on_save_checkpoint")
+#: Loaders that keep samples, or a copy of the dataset, from when they were made.
+KEEPS_SAMPLES = ("list", "stateful", "persistent")
 #: Plugins that change the training, which the loop by hand does not know.
 TRAINS_OTHERWISE = ("accumulation_scheduler", "backbone_finetuning", "early_stopping", "ema", "swa")
 
@@ -57,15 +59,19 @@ def draw(seed: int, number: int, border: str = "", processes: bool = True) -> Dr
         moment=choose.choice(["epoch", "epoch", "validation"]),
         saved=choose.choice(["auto", "auto", "now"]),
         reordered=choose.random() < 0.3,
+        datamodule=choose.random() < 0.2,
     )
+    if made.loader in KEEPS_SAMPLES or "overfit_batches" in made.implied:
+        made = replace(made, datamodule=False)
     if "SparseAdam" in made.optimizer:  # torch clips no sparse gradient
         made = replace(made, clip=False)
     if any("accumulation_scheduler" in name for name in made.plugins):
-        made = replace(made, accumulate=1, optimisation="automatic")
+        made = replace(made, accumulate=1, optimisation="automatic", saved="auto")
     if made.optimisation == "manual":  # which steps and clips by itself
         made = replace(made, accumulate=1, clip=False)
-    if made.saved == "now":  # an event before its own checkpoint comes again after a resume
-        made = replace(made, hook=made.hook and choose.choice(HARMLESS))
+    if made.saved == "now":  # an event before its own checkpoint comes again after a resume, and
+        # within a step save_checkpoint warns that its batches do
+        made = replace(made, accumulate=1, hook=made.hook and choose.choice(HARMLESS))
     if sum(name[:3] in ("ema", "swa") for name in made.plugins) > 1:  # the last average stays
         made = replace(made, reordered=False)
     if made.validation == "none" and made.moment == "validation":

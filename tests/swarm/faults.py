@@ -21,14 +21,6 @@ class Fault:
 
 FAULTS = [
     Fault(
-        "a checkpoint that is saved within a window has the random state of that moment, and "
-        "resumes at the window's first batch",
-        "killed single loader=shuffled accumulate=3 saved=now",
-        lambda draw: (
-            draw.saved == "now" and draw.border in ("killed", "error") and draw.accumulate > 1
-        ),
-    ),
-    Fault(
         "elastic refuses sparse gradients in the first step, not before",
         "ranks elastic optimizer=SparseAdam",
         lambda draw: draw.optimizer == "SparseAdam" and "elastic" in (draw.strategy, draw.other),

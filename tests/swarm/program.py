@@ -55,6 +55,8 @@ class Draw:
     reordered: bool = False
     #: The checkpoint: ``"auto"``, or ``"now"``: one that is saved at the moment.
     saved: str = "auto"
+    #: True if a DataModule with state gives the batches.
+    datamodule: bool = False
 
     def __str__(self) -> str:
         """Return what differs from the simplest draw."""
@@ -94,16 +96,17 @@ class Draw:
 
 
 class Samples(data.Dataset):
-    """Samples by number, with random numbers if asked for."""
+    """Samples by number, with random numbers if asked for; a data module's level shifts them."""
 
-    def __init__(self, numbers: Any, noise: bool = False) -> None:
-        self.numbers, self.noise = list(numbers), noise
+    def __init__(self, numbers: Any, noise: bool = False, source: "Source | None" = None) -> None:
+        self.numbers, self.noise, self.source = list(numbers), noise, source
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def __getitem__(self, index: int) -> Any:
         x, y = sample(self.numbers[index], False)
+        x = x if self.source is None else x + 0.1 * self.source.level
         return x + (0.1 * torch.rand(3) + random.random()) * self.noise, y
 
 
@@ -199,9 +202,9 @@ def sampler_of(name: str, samples: Any) -> Any:
     return getattr(data, name)(samples)
 
 
-def loader_of(kind: str, batch: int, rank: int, ranks: int) -> Any:
+def loader_of(kind: str, batch: int, rank: int, ranks: int, source: "Source | None" = None) -> Any:
     """Return the loader of a kind in :func:`pools.loaders`; rank and size of a stream."""
-    samples, make = Samples(range(SAMPLES)), data.DataLoader
+    samples, make = Samples(range(SAMPLES), source=source), data.DataLoader
     family, _, name = kind.partition(":")
     if family == "sampler":
         return make(samples, batch, sampler=sampler_of(name, samples))
@@ -242,6 +245,29 @@ def loader_of(kind: str, batch: int, rank: int, ranks: int) -> Any:
     return Own(loader) if kind == "own" else loader
 
 
+class Source(gt.DataModule):
+    """A data module with state: a level that rises each epoch, as in a curriculum."""
+
+    def __init__(self, draw: Draw) -> None:
+        super().__init__()
+        self.draw, self.level = draw, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"level": self.level}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.level = state["level"]
+
+    def train_dataloader(self) -> Any:
+        return train_loader(self.draw, self.trainer, self)
+
+
+def train_loader(draw: Draw, trainer: Any, source: Source | None = None) -> Any:
+    world = trainer.run.world
+    batch = BATCH // world.data_size
+    return loader_of(draw.loader, batch, world.data_rank, world.data_size, source)
+
+
 def pairs(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return all samples of a batch, also of one of several loaders."""
     leaves = [x for x in torch.utils._pytree.tree_leaves(batch) if isinstance(x, torch.Tensor)]
@@ -278,9 +304,14 @@ class Model(gt.Module):
         self.trace: dict[str, Any] = {}
         self.batches: dict[str, Any] = {}
         self.steps_begun = 0
+        if self.draw.datamodule:
+            self.on_train_epoch_end = self._next_level
         if self.draw.hook and self.draw.hook != "on_save_checkpoint":
             self.event = getattr(self, self.draw.hook)
             setattr(self, self.draw.hook, self._change)
+
+    def _next_level(self) -> None:
+        self.trainer.datamodule.level += 1
 
     def _change(self, *arguments: Any) -> None:
         """Change state in an event: a buffer, and a weight that training uses."""
@@ -318,10 +349,7 @@ class Model(gt.Module):
         return nn.functional.mse_loss(found, y.to(found.dtype))
 
     def train_dataloader(self) -> Any:
-        world = self.trainer.run.world
-        return loader_of(
-            self.draw.loader, BATCH // world.data_size, world.data_rank, world.data_size
-        )
+        return train_loader(self.draw, self.trainer)
 
     def val_dataloader(self) -> Any:
         validates = self.draw.validation != "none"
@@ -547,8 +575,8 @@ def program(draw: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
     """Run one side of the border in this process, which is a rank or starts its ranks.
 
     ``part`` has ``folder``, ``strategy`` and ``ranks``, and may have ``ends``, ``resume`` (a file
-    or a word), ``fits`` (the seeds of the modules that are fitted one after the other),
-    ``then`` (``"test"``).
+    or a word), ``fits`` (the seeds of the modules that are fitted one after the other; ``None``:
+    the one before again), ``new_trainer`` (for each fit), ``then`` (``"test"``).
     """
     torch.set_num_threads(1)
     folder = str(Path(part["folder"]).absolute())
@@ -556,12 +584,16 @@ def program(draw: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
     trainer = trainer_of(read, folder, part)
     found: dict[str, Any] = {}
     module: Any = None
-    for seed in part.get("fits", [0]):
-        module = class_of(read)(dict(draw), seed=seed)
-        module.part = {**part, "folder": folder}
+    for number, seed in enumerate(part.get("fits", [0])):
+        if seed is not None:
+            module = class_of(read)(dict(draw), seed=seed)
+            module.part = {**part, "folder": folder}
+            source = Source(read) if read.datamodule else None
         if part.get("then") == "load":
             break
-        trainer.fit(module, ckpt_path=part.get("resume"))
+        if number and part.get("new_trainer"):
+            trainer = trainer_of(read, folder, part)
+        trainer.fit(module, datamodule=source, ckpt_path=part.get("resume"))
         found = {"weights": module.state_dict(), **module.results}
         found["after"] = [module.global_step, module.current_epoch]
     if part.get("then"):

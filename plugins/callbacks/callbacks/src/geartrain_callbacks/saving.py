@@ -54,6 +54,12 @@ def save(run: Run | None, path: str | Path, weights_only: bool) -> None:
         _warn(file, lost, _EARLIER)
     elif run.command != "fit" and run.world.rank == 0:
         _warn(file, f"the last run was {run.command}", "call it in or after fit")
+    elif active and _is_within_step(saved) and run.world.rank == 0:
+        warn(
+            f"{_NAME}: {file} is saved within a step, whose batches a resumed run trains on again: "
+            "their metrics, buffers and random numbers will differ from those of one run. "
+            "Fix: call it after the step, in on_train_batch_end of the step's last batch"
+        )
     saved.save_checkpoint(state, file)
 
 
@@ -91,6 +97,12 @@ def of_rank_0(run: Run) -> tuple[Run, str]:
             alone.command = "validate"  # its state_dict() may need all ranks
             return alone, f"each rank has state of {part.info.label}"
     return alone, ""
+
+
+def _is_within_step(counted: Run) -> bool:
+    """True from the start of a step's first batch until its optimizers have stepped."""
+    trains = counted.stage == "train" and counted.batch is not None
+    return trains and counted.loop.stepped <= counted.batch_idx and counted.mode != "session"
 
 
 def _counted(run: Run) -> Run:
