@@ -16,7 +16,10 @@ HARMLESS = ("on_train_epoch_end", "on_save_checkpoint")
 #: Loaders that keep samples, or a copy of the dataset, from when they were made.
 KEEPS_SAMPLES = ("list", "stateful", "persistent")
 #: Plugins that change the training, which the loop by hand does not know.
-TRAINS_OTHERWISE = ("accumulation_scheduler", "backbone_finetuning", "early_stopping", "ema", "swa")
+TRAINS_OTHERWISE = (
+    *("accumulation_scheduler", "backbone_finetuning", "early_stopping"),
+    *pools.AVERAGES,
+)
 
 
 def weighted(choose: random.Random, common: Any, others: Sequence[Any], chance: float) -> Any:
@@ -72,7 +75,7 @@ def draw(seed: int, number: int, border: str = "", processes: bool = True) -> Dr
     if made.saved == "now":  # an event before its own checkpoint comes again after a resume, and
         # within a step save_checkpoint warns that its batches do
         made = replace(made, accumulate=1, hook=made.hook and choose.choice(HARMLESS))
-    if sum(name[:3] in ("ema", "swa") for name in made.plugins) > 1:  # the last average stays
+    if sum(name.partition(".")[0] in pools.AVERAGES for name in made.plugins) > 1:  # the last stays
         made = replace(made, reordered=False)
     if made.validation == "none" and made.moment == "validation":
         made = replace(made, moment="epoch")

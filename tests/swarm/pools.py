@@ -16,7 +16,9 @@ from torch import nn
 from torch.optim import lr_scheduler, swa_utils
 from torch.utils import data
 
+import geartrain_callbacks
 from geartrain import CombinedLoader, Module
+from geartrain.callbacks import Callback
 
 # --- optimizers -----------------------------------------------------------------------------------
 
@@ -176,9 +178,14 @@ PLUGIN_OPTIONS: dict[str, list[dict[str, Any]]] = {
     "remote": [{"url": "file://FOLDER/remote"}],
     "swa": [{"swa_lrs": 0.05, "swa_epoch_start": 1, "annealing_epochs": 2}],
     "timer": [{"duration": "00:01:00:00"}],
+    "EMAWeightAveraging": [{"decay": 0.8}],
+    "LambdaCallback": [{"on_train_epoch_end": print}],
+    "ThroughputMonitor": [{"batch_size_fn": len}],
     "throughput": [{"flops": False}],
     "wandb": [{"mode": "disabled"}],
 }
+#: Plugins that replace the weights by an average.
+AVERAGES = ("ema", "swa", "WeightAveraging", "EMAWeightAveraging")
 #: Plugins that no draw has, with the reason.
 LEFT_OUT = {
     "locked": "it compares versions of distributions with a file; nothing of a run",
@@ -214,13 +221,26 @@ def entries(group: str) -> dict[str, Any]:
 
 
 @cache
+def callbacks() -> dict[str, type]:
+    """Return the exported callbacks that no entry point has, by name."""
+    exported = {name: getattr(geartrain_callbacks, name) for name in geartrain_callbacks.__all__}
+    base = (Callback, geartrain_callbacks.BaseFinetuning, geartrain_callbacks.BasePredictionWriter)
+    named = {entry.load() for entry in entries("plugins").values() if "callbacks" in entry.value}
+    return {
+        name: thing
+        for name, thing in exported.items()
+        if isinstance(thing, type) and issubclass(thing, Callback) and thing not in (*base, *named)
+    }
+
+
+@cache
 def plugins() -> list[str]:
     """Return each plugin, with a number if it has several variants: ``"ema.1"``."""
     only_implied = {entry.value for entry in entries("implied").values()} - {"provenance", "timer"}
+    named = [n for n in sorted(entries("plugins")) if n not in LEFT_OUT and n not in only_implied]
     return [
         f"{name}.{number}" if number else name
-        for name in sorted(entries("plugins"))
-        if name not in LEFT_OUT and name not in only_implied
+        for name in [*named, *callbacks()]
         for number in range(len(PLUGIN_OPTIONS.get(name, [{}])))
     ]
 
@@ -242,7 +262,8 @@ def plugin_of(text: str, monitor: str, folder: str) -> Any:
         for key, value in options.items()
         if isinstance(value, str)
     }
-    return entries("plugins")[name].load()(**{**options, **filled})
+    cls = callbacks().get(name) or entries("plugins")[name].load()
+    return cls(**{**options, **filled})
 
 
 @cache

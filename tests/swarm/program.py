@@ -1,12 +1,11 @@
 """A draw as a program: its module, its data and its trainer, and one fit of it."""
 
-import json
 import multiprocessing
 import os
 import random
 import signal
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +82,6 @@ class Draw:
             else:
                 found[name] = value == "True" if kind is bool else kind(value)
         return cls(border, strategy, **found)
-
-    def json(self) -> str:
-        return json.dumps(asdict(self))
 
     @property
     def monitor(self) -> str:

@@ -10,7 +10,12 @@ from torch import nn
 
 import geartrain as gt
 from geartrain import TrainingError
-from geartrain.callbacks import EMA, EMAWeightAveraging, StochasticWeightAveraging
+from geartrain.callbacks import (
+    EMA,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 
 # --- what no run could read -----------------------------------------------------------------------
 
@@ -111,6 +116,9 @@ def test_parameters_that_the_module_does_not_have_are_refused_at_once(tmp_path, 
         fit(module(), output=tmp_path)
     assert not (tmp_path / "last.ckpt").exists()
     fit(module())  # without a checkpoint they may be trained
+    weights = ModelCheckpoint(dirpath=tmp_path, filename="a", save_weights_only=True)
+    fit(module(), plugins=[weights])
+    assert (tmp_path / "a.ckpt").exists()
 
 
 # --- on_load_checkpoint ---------------------------------------------------------------------------
@@ -238,6 +246,32 @@ def test_a_compiled_part_is_no_obstacle(tmp_path, compiled, plugins):
         trainer(output=tmp_path, max_epochs=2, plugins=plugins(), seed=1).fit(
             rest, loader(), ckpt_path="last"
         )
+    for resumed, parameter in zip(rest.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(resumed, parameter)
+
+
+class Renamed(Compiled):
+    """Has the layers of ``Compiled`` under another name."""
+
+    def __init__(self, compiled=False):
+        super().__init__(compiled)
+        self.body = self.layers
+        del self.layers
+
+    def forward(self, x):
+        return self.body(x)
+
+    def on_load_checkpoint(self, checkpoint):
+        weights = checkpoint["model"]
+        checkpoint["model"] = {n.replace("layers.", "body."): w for n, w in weights.items()}
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_weights_that_the_module_renames_may_be_of_a_compiled_part(tmp_path, compiled):
+    whole = fit(Compiled(), max_epochs=2, seed=1).run.module
+    fit(Compiled(compiled), output=tmp_path, seed=1)
+    rest = Renamed(not compiled)
+    trainer(output=tmp_path, max_epochs=2, seed=1).fit(rest, loader(), ckpt_path="last")
     for resumed, parameter in zip(rest.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(resumed, parameter)
 

@@ -321,6 +321,23 @@ def test_a_loaders_own_generator_continues(tmp_path):
         assert_resumes(tmp_path, whole, lines, step, train=own())
 
 
+@pytest.mark.parametrize("event", ["start", "epoch_start", "batch_start", "epoch_end", "end"])
+def test_a_checkpoint_within_a_validation_validates_again(tmp_path, event):
+    """It is not done before its metrics are reported, which is before ``on_validation_end``."""
+
+    def save(*_):
+        module.trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    module, rest = EvalNet(), EvalNet()
+    setattr(module, f"on_validation_{event}", save)
+    first = trainer()
+    first.fit(module, loader(), loader(8))
+    one = trainer()
+    one.fit(rest, loader(), loader(8), ckpt_path=tmp_path / "a.ckpt")
+    assert len(rest.seen) == (0 if event == "end" else 2)
+    assert one.callback_metrics["val_loss"] == first.callback_metrics["val_loss"]
+
+
 @pytest.mark.parametrize(
     ("interval", "monitor"), [(1.0, "val_loss"), (1.0, "loss"), (3, None), (0.5, "loss")]
 )
@@ -669,6 +686,26 @@ def test_parameters_in_another_order(tmp_path, change, words):
     train(tmp_path, epochs=1, module=Reordered)
     last = tmp_path / "run" / "last.ckpt"
     refused(tmp_path, last, words, TrainingError, module=partial(Reordered, **change))
+
+
+class Exchanged(Random):
+    """Two optimizers with a scheduler each, in the order of ``first``."""
+
+    def __init__(self, first=0):
+        super().__init__()
+        self.first = first
+
+    def configure_optimizers(self):
+        both = [Adam(list(self.parameters())[:2], 0.1), Adam(list(self.parameters())[2:], 0.2)]
+        schedulers = [StepLR(optimizer, 1) for optimizer in both]
+        return both, [schedulers[self.first], schedulers[1 - self.first]]
+
+
+def test_schedulers_in_another_order(tmp_path):
+    train(tmp_path, epochs=1, module=Exchanged)
+    words = "scheduler 0 was StepLR of optimizer 0, and is StepLR of optimizer 1 now. Fix: use"
+    last = tmp_path / "run" / "last.ckpt"
+    refused(tmp_path, last, words, TrainingError, module=partial(Exchanged, first=1))
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,11 @@ def test_arguments_with_their_defaults_by_name():
     assert module.hparams.hidden == module.hparams["hidden"] == 3
 
 
+def test_tensors_and_parameters_are_objects():
+    module = Made(3, start=nn.Parameter(torch.ones(1)), mean=torch.ones(1))
+    assert module.hparams.keys() == {"hidden", "lr", "sizes", "net"}
+
+
 def test_an_object_is_kept_only_on_request():
     with pytest.raises(
         AttributeError, match=r"no 'act'; it has hidden, lr, .*self.save_hyperparameters\(\)"

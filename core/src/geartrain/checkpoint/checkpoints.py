@@ -20,7 +20,7 @@ from geartrain.errors.distributions import import_optional
 from geartrain.files.atomic import make_folder, reason
 from geartrain.files.paths import user_path
 from geartrain.launch.cluster import detect
-from geartrain.module.module import match_names, overridden
+from geartrain.module.module import match_names, overridden, plain_name
 
 if TYPE_CHECKING:
     from geartrain.hooks.manager import Hooks
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 LAST = "last.ckpt"
 
 
-def checkpoint_state(run: Run, epochs: int) -> dict[str, Any]:
+def checkpoint_state(run: Run, epochs: int, weights_only: bool) -> dict[str, Any]:
     """Return the contents of a checkpoint; see :meth:`geartrain.Run.checkpoint`."""
     state: dict[str, Any] = {"geartrain": __version__, "step": run.step, "epoch": epochs}
     # As text: a subclass of float or str among its values could not be read as data alone.
     state["plan"] = json.dumps(run.plan.as_dict())
     # Before the weights: a strategy whose thread changes them pauses it when it returns its state.
-    if run.command == "fit" and run.mode != "session":
+    if run.command == "fit" and run.mode != "session" and not weights_only:
         state["fit"] = training_state(run, epochs)
     state["model"] = run.hooks.model_state(run=run)
     if hyperparameters := import_optional("geartrain_callbacks.hyperparameters"):
@@ -121,10 +121,10 @@ def load(run: Run, start: InitialCheckpoint) -> None:
     if overridden(run.module, "on_load_checkpoint"):
         before = dict(state["model"])
         run.module.on_load_checkpoint(state)
-        names = {id(weight): name for name, weight in state["model"].items()}
-        renamed = {name: names.get(id(weight), name) for name, weight in before.items()}
+        names = {id(weight): plain_name(name) for name, weight in state["model"].items()}
+        renamed = {plain_name(name): names.get(id(weight)) for name, weight in before.items()}
         for saved in state["fit"]["optimizers"] if start.resumes else ():
-            saved["parameters"] = [renamed.get(name, name) for name in saved["parameters"]]
+            saved["parameters"] = [renamed.get(name) or name for name in saved["parameters"]]
     match_names(state["model"], run.module)
     try:
         run.hooks.load_model_state(run=run, state=state["model"])

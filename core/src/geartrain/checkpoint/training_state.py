@@ -29,9 +29,11 @@ from geartrain.errors import TrainingError, UsageError, warn
 from geartrain.errors.distributions import import_from, import_optional
 from geartrain.hooks.plugin_info import LoadedPlugin, PluginInfo, keeps_state
 from geartrain.metrics.objects import libraries
+from geartrain.module.module import plain_name
 from geartrain.module.nested import map_tensors, not_plain
 
 if TYPE_CHECKING:
+    from geartrain.loop.optimizers import Schedule
     from geartrain.loop.run import Run
 
 #: The version of the format under ``"fit"``.
@@ -50,7 +52,7 @@ def training_state(run: Run, epochs: int) -> dict[str, Any]:
     """
     within = epochs == run.epoch and run.batch_idx > 0
     loader: Any = next(iter(run.stages["train"].loaders), None)  # none after ddp_spawn
-    validates = run.stage == "validate" and run.batch is not None  # a resume does it again
+    validates = run.stage == "validate" and run.logs.open  # not done: a resume does it again
     # A DataLoader begins each epoch anew; other loaders may go on where they were.
     resumes = keeps_state(loader) and (within or not isinstance(loader, DataLoader))
     shared, unshared = _states_of_parts(run)
@@ -74,7 +76,10 @@ def training_state(run: Run, epochs: int) -> dict[str, Any]:
         "optimizers": [
             {**_named(o), "parameters": parameter_names(run, o)} for o in run.optimizers
         ],
-        "schedulers": [{**_named(s.scheduler), "progress": s.progress()} for s in run.schedulers],
+        "schedulers": [
+            {**_named(s.scheduler), "of": _optimizer_of(run, s), "progress": s.progress()}
+            for s in run.schedulers
+        ],
         "parts": shared,
         "left_out": [n for n in named_parts(run) if n not in {*shared, *unshared}],
         "seeds": {name: stage.seeds() for name, stage in run.stages.items()},
@@ -129,6 +134,15 @@ def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu()
 
 
+def _optimizer_of(run: Run, schedule: Schedule) -> str:
+    """Return which of several optimizers a scheduler is of, in words."""
+    groups = getattr(getattr(schedule.scheduler, "optimizer", None), "param_groups", ())
+    for index, optimizer in enumerate(run.optimizers if len(run.optimizers) > 1 else ()):
+        if any(a is b for a in groups for b in optimizer.param_groups):
+            return f" of optimizer {index}"
+    return ""
+
+
 def _named(thing: Any) -> dict[str, Any]:
     """Return an optimizer's or scheduler's state, with its class for a check."""
     state = thing.state_dict() if callable(getattr(thing, "state_dict", None)) else None
@@ -139,7 +153,7 @@ def _named(thing: Any) -> dict[str, Any]:
 
 def parameter_names(run: Run, optimizer: Optimizer) -> list[str]:
     """Return the names of an optimizer's parameters, in its order; raise if it has others."""
-    named = {p: name.replace("_orig_mod.", "") for name, p in run.module.named_parameters()}
+    named = {p: plain_name(name) for name, p in run.module.named_parameters()}
     names = [named.get(p, "") for group in optimizer.param_groups for p in group["params"]]
     if "" in names:
         owner = f"{type(optimizer).__name__}, which {type(run.module).__name__} does not have"
@@ -231,10 +245,11 @@ def check_resumable(run: Run, state: dict[str, Any], path: Path, may_be_done: bo
             f"{path} was saved after {fit['batch_idx']} batches of an epoch, which now has "
             f"{total}. Fix: use the same data and batch size"
         )
-    schedulers = [schedule.scheduler for schedule in run.schedulers]
-    for kind, current in (("optimizer", run.optimizers), ("scheduler", schedulers)):
-        classes = [item["class"] for item in fit[f"{kind}s"]]
-        _refuse_others(path, kind + " {}", classes, [type(item).__name__ for item in current])
+    optimizers = [type(optimizer).__name__ for optimizer in run.optimizers]
+    _refuse_others(path, "optimizer {}", [o["class"] for o in fit["optimizers"]], optimizers)
+    schedulers = [type(s.scheduler).__name__ + _optimizer_of(run, s) for s in run.schedulers]
+    saved = [item["class"] + item.get("of", "") for item in fit["schedulers"]]
+    _refuse_others(path, "scheduler {}", saved, schedulers)
 
 
 def _refuse_others(path: Path, kind: str, saved: list[str], current: list[str]) -> None:

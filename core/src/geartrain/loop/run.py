@@ -386,7 +386,7 @@ class Run:
                 raise TrainingError(f"{message}. Fix: return its .mean() or .sum()") from error
             raise
 
-    def checkpoint(self, epochs: int) -> dict[str, Any]:
+    def checkpoint(self, epochs: int, weights_only: bool = False) -> dict[str, Any]:
         """Return the contents of a checkpoint. Every rank calls this, and rank 0's is saved.
 
         It has weights, counters, the additions of the module's ``on_save_checkpoint`` and, during
@@ -394,10 +394,11 @@ class Run:
 
         Args:
             epochs: epochs done: ``run.epoch`` within an epoch, one more in ``on_epoch_end``.
+            weights_only: leave out what is needed to resume.
         """
         from geartrain.checkpoint.checkpoints import checkpoint_state
 
-        return checkpoint_state(self, epochs)
+        return checkpoint_state(self, epochs, weights_only)
 
     def save_checkpoint(self, state: dict[str, Any], path: Path) -> None:
         """Save a checkpoint and call ``on_checkpoint_saved``. Every rank calls this, with one path.

@@ -645,11 +645,16 @@ class DataModule(HyperparametersMixin):
         return {key: value for key, value in vars(self).items() if key != "trainer"}
 
 
+def plain_name(name: str) -> str:
+    """Return a weight's name without the ``_orig_mod.`` that torch.compile of a part puts in."""
+    return name.replace("_orig_mod.", "")
+
+
 def match_names(weights: dict[str, Any], module: nn.Module) -> None:
-    """Name weights as a module does: torch.compile of a part puts ``_orig_mod.`` into names."""
-    names = {name.replace("_orig_mod.", ""): name for name in module.state_dict()}
+    """Name weights as a module does, some of whose parts may be compiled."""
+    names = {plain_name(name): name for name in module.state_dict()}
     for name in list(weights):
-        weights[names.get(name.replace("_orig_mod.", ""), name)] = weights.pop(name)
+        weights[names.get(plain_name(name), name)] = weights.pop(name)
 
 
 def overridden(thing: Module | DataModule | type[Module | DataModule], name: str) -> bool:

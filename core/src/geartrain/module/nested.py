@@ -78,7 +78,8 @@ def not_plain(value: Any, plain: tuple[type, ...] = _PLAIN) -> str | None:
     if value is None or type(value) in (*plain, *torch.serialization.get_safe_globals()):
         return None
     kind: Any = type(value)
-    if issubclass(kind, torch.Tensor) and kind.__reduce_ex__ is not torch.Tensor.__reduce_ex__:
+    own = issubclass(kind, torch.Tensor) and kind.__reduce_ex__ is not torch.Tensor.__reduce_ex__
+    if own and torch.Tensor in plain:
         return None  # a device's class may pickle its tensors as those of the CPU
     if type(value) in (dict, OrderedDict, Counter):
         value = (*value, *value.values())

@@ -42,9 +42,7 @@ def save(run: Run, path: Path, error: BaseException, weights_only: bool) -> bool
     alone, lost = of_rank_0(run)
     # A validation that failed is not done.
     alone.stage = "train"
-    state = alone.checkpoint(alone.epoch)
-    if weights_only:
-        state.pop("fit", None)
+    state = alone.checkpoint(alone.epoch, weights_only)
     alone.save_checkpoint(state, path)
     holds = "rank 0's weights and state" if run.world.size > 1 else "weights and state"
     if "fit" not in state:

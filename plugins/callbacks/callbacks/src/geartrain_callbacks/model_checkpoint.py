@@ -390,9 +390,7 @@ class ModelCheckpoint(BestFiles, FreshStart, PluginCallback):
         try:
             if turn.last and run.world.rank == 0 and Path(self.last_model_path).is_symlink():
                 Path(self.last_model_path).unlink()  # a writer may write through the link
-            state = run.checkpoint(epochs) if names else {}
-            if self.save_weights_only:
-                state.pop("fit", None)
+            state = run.checkpoint(epochs, self.save_weights_only) if names else {}
             for name in names:
                 links = self.save_last == "link" and name == turn.last and turn.name != ""
                 links = links and turn.name not in self._unwritten  # no link to a missing file

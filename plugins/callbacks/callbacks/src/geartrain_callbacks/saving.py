@@ -47,19 +47,18 @@ def save(run: Run | None, path: str | Path, weights_only: bool) -> None:
     saved, lost = (_counted(run), "") if active else of_rank_0(run)
     if not active and run.loop.failure is None:
         saved.batch_idx = 0  # the last epoch is done
-    state = saved.checkpoint(saved.epoch)
-    if weights_only:
-        state.pop("fit", None)
-    elif lost:
-        _warn(file, lost, _EARLIER)
-    elif run.command != "fit" and run.world.rank == 0:
-        _warn(file, f"the last run was {run.command}", "call it in or after fit")
-    elif active and _is_within_step(saved) and run.world.rank == 0:
-        warn(
-            f"{_NAME}: {file} is saved within a step, whose batches a resumed run trains on again: "
-            "their metrics, buffers and random numbers will differ from those of one run. "
-            "Fix: call it after the step, in on_train_batch_end of the step's last batch"
-        )
+    state = saved.checkpoint(saved.epoch, weights_only)
+    if not weights_only and run.world.rank == 0:
+        if lost:
+            _warn(file, lost, _EARLIER)
+        elif run.command != "fit":
+            _warn(file, f"the last run was {run.command}", "call it in or after fit")
+        elif active and _is_within_step(saved):
+            warn(
+                f"{_NAME}: {file} is saved within a step, on whose batches a resumed run trains "
+                "again: their metrics, buffers and random numbers will differ from those of one "
+                "run. Fix: call it after the step, in on_train_batch_end of its last batch"
+            )
     saved.save_checkpoint(state, file)
 
 
