@@ -160,12 +160,13 @@ def short(value: Any) -> str:
 # --- the borders ----------------------------------------------------------------------------------
 
 
-def resume(runs: Runs, ends: str) -> list[str]:
+def resume(runs: Runs, ends: str, tolerance: float = 0.0, **other: Any) -> list[str]:
+    """End a run at the moment of the draw, and resume it, perhaps with another strategy or size."""
     whole = runs.run("whole")
     if complete := runs.run("part", ends=ends):  # it had stopped before the moment
         return compare(complete, whole)
     path = "auto" if runs.draw.saved == "auto" else str(runs.folder / "part" / "now.ckpt")
-    return compare(runs.run("part", resume=path), whole)
+    return compare(runs.run("part", resume=path, **other), whole, tolerance)
 
 
 def killed(runs: Runs) -> list[str]:
@@ -211,18 +212,12 @@ def evaluate(runs: Runs) -> list[str]:
 
 def other_strategy(runs: Runs) -> list[str]:
     """A checkpoint of a strategy resumes under another one."""
-    whole = runs.run("whole")
-    runs.run("part", epochs=1)
-    draw = runs.draw
-    return compare(runs.run("part", resume="last", strategy=draw.other), whole, tolerance(draw))
+    return resume(runs, "error", tolerance(runs.draw), strategy=runs.draw.other)
 
 
 def other_size(runs: Runs) -> list[str]:
     """A checkpoint of two ranks resumes on four, or on one."""
-    whole = runs.run("whole")
-    runs.run("part", epochs=1)
-    ranks = int(runs.draw.other)
-    return compare(runs.run("part", resume="last", ranks=ranks), whole, tolerance(runs.draw))
+    return resume(runs, "error", tolerance(runs.draw), ranks=int(runs.draw.other))
 
 
 def sanity(runs: Runs) -> list[str]:

@@ -140,7 +140,7 @@ def on_sizes(choose: random.Random, made: Draw, strategies: list[str]) -> Draw:
 
 
 def on_elastic(choose: random.Random, made: Draw, strategies: list[str]) -> Draw:
-    return replace(made, strategy="elastic")
+    return replace(made, strategy="elastic", death=choose.choice(["killed", "error", "hang"]))
 
 
 def in_a_loop(choose: random.Random, made: Draw, strategies: list[str]) -> Draw:

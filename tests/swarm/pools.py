@@ -209,6 +209,7 @@ STRATEGY_OPTIONS: dict[str, dict[str, Any]] = {
     "horovod": {"scale_lr": False},
     "tensor_parallel": {"colwise": "backbone.0", "rowwise": "backbone.2"},
     "fsdp": {"units": "Linear"},
+    "elastic": {"timeout": 20},  # after which a process that hangs is replaced
 }
 #: Strategies whose ranks have parts of the model.
 SHARDED = ("fsdp", "ddp_sharded", "tensor_parallel", "deepspeed")

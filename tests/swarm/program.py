@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import random
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -56,6 +57,8 @@ class Draw:
     saved: str = "auto"
     #: True if a DataModule with state gives the batches.
     datamodule: bool = False
+    #: How a rank of elastic ends: ``"killed"``, ``"error"`` or ``"hang"``.
+    death: str = "killed"
 
     def __str__(self) -> str:
         """Return what differs from the simplest draw."""
@@ -416,6 +419,10 @@ class Model(gt.Module):
             return
         if dies and self.global_rank == 1 and not os.path.exists(dies):
             Path(dies).touch()
+            if self.draw.death == "error":
+                raise Ended
+            while self.draw.death == "hang":
+                time.sleep(1)
             os.kill(os.getpid(), signal.SIGKILL)
         if not ends:
             return
