@@ -168,8 +168,10 @@ def by_hand(work: Work, batches: Iterable[Any], watch: Watch) -> None:
     looped(work, net, batches, watch, sgd(net), autocast=True)
 
 
-def by_geartrain(work: Work, batches: Iterable[Any], watch: Watch) -> None:
-    class Module(gt.Module):
+def module_of(base: type, work: Work) -> type:
+    """Return the module for a Trainer, ours or Lightning's."""
+
+    class Module(base):
         def __init__(self) -> None:
             super().__init__()
             self.net = work.net()
@@ -181,6 +183,10 @@ def by_geartrain(work: Work, batches: Iterable[Any], watch: Watch) -> None:
         def configure_optimizers(self):
             return sgd(self)
 
+    return Module
+
+
+def by_geartrain(work: Work, batches: Iterable[Any], watch: Watch) -> None:
     class Times:
         @gt.hookimpl
         def on_run_start(self):
@@ -201,7 +207,7 @@ def by_geartrain(work: Work, batches: Iterable[Any], watch: Watch) -> None:
         enable_progress_bar=False,
         log_every_n_steps=1_000_000,
         plugins=[Times()],
-    ).fit(Module(), batches)
+    ).fit(module_of(gt.Module, work)(), batches)
 
 
 def by_session(work: Work, batches: Iterable[Any], watch: Watch) -> None:
@@ -214,18 +220,7 @@ def by_session(work: Work, batches: Iterable[Any], watch: Watch) -> None:
 def by_lightning(work: Work, batches: Iterable[Any], watch: Watch) -> None:
     import pytorch_lightning as pl
 
-    class Module(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = work.net()
-
-        def training_step(self, batch, batch_idx):
-            x, y = batch
-            return loss_of(self.net(x), y)
-
-        def configure_optimizers(self):
-            return sgd(self)
-
+    class Module(module_of(pl.LightningModule, work)):
         def on_train_start(self):
             watch.start()
 
