@@ -75,6 +75,8 @@ class Runs:
             raise Hang(f"{name}: {codes}")
         if ends == "killed" and set(codes) == {str(KILLED)}:
             return []
+        if ends == "killed" and errors and all(f"exit code {KILLED}" in e for e in errors):
+            return []  # of the process that started the rank
         if ends == "error" and errors and all("Ended" in error for error in errors):
             return []
         if set(codes) != {"0"}:
