@@ -696,8 +696,8 @@ class Exchanged(Random):
         self.first = first
 
     def configure_optimizers(self):
-        both = [Adam(list(self.parameters())[:2], 0.1), Adam(list(self.parameters())[2:], 0.2)]
-        schedulers = [StepLR(optimizer, 1) for optimizer in both]
+        both = [Adam(p) for p in (list(self.parameters())[:2], list(self.parameters())[2:])]
+        schedulers = [StepLR(optimizer) for optimizer in both]
         return both, [schedulers[self.first], schedulers[1 - self.first]]
 
 
