@@ -78,8 +78,8 @@ def not_plain(value: Any, plain: tuple[type, ...] = _PLAIN) -> str | None:
     if value is None or type(value) in (*plain, *torch.serialization.get_safe_globals()):
         return None
     kind: Any = type(value)
-    own = issubclass(kind, torch.Tensor) and kind.__reduce_ex__ is not torch.Tensor.__reduce_ex__
-    if own and torch.Tensor in plain:
+    is_tensor = torch.Tensor in plain and issubclass(kind, torch.Tensor)
+    if is_tensor and kind.__reduce_ex__ is not torch.Tensor.__reduce_ex__:
         return None  # a device's class may pickle its tensors as those of the CPU
     if type(value) in (dict, OrderedDict, Counter):
         value = (*value, *value.values())
