@@ -33,7 +33,6 @@ from geartrain.module.module import plain_name
 from geartrain.module.nested import map_tensors, not_plain
 
 if TYPE_CHECKING:
-    from geartrain.loop.optimizers import Schedule
     from geartrain.loop.run import Run
 
 #: The version of the format under ``"fit"``.
@@ -134,7 +133,7 @@ def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu()
 
 
-def _optimizer_of(run: Run, schedule: Schedule) -> str:
+def _optimizer_of(run: Run, schedule: Any) -> str:
     """Return which of several optimizers a scheduler is of, in words."""
     groups = getattr(getattr(schedule.scheduler, "optimizer", None), "param_groups", ())
     for index, optimizer in enumerate(run.optimizers if len(run.optimizers) > 1 else ()):
