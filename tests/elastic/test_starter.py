@@ -20,7 +20,13 @@ class Members(_Members):
     def _start(self, ranks, is_new=True, later=None):
         number, (link, remote_end) = next(self._started), Pipe()
         killed = SimpleNamespace(
-            exitcode=-9, pid=os.getpid(), kill=lambda: None, join=lambda: None, say=remote_end.send
+            exitcode=-9,
+            pid=os.getpid(),
+            sentinel=None,
+            is_alive=lambda: True,
+            kill=lambda: None,
+            join=lambda: None,
+            say=remote_end.send,
         )
         self._processes[number] = _Process(number, killed, link, ranks, has_state=not is_new)
         return self._processes[number]
@@ -123,3 +129,17 @@ def test_a_suspended_job_goes_on(members, clock):
     clock.now += 3600.0
     assert clock.passes(1, [0, 2]) == []
     assert clock.passes(60, [0, 2])[0] == [1]
+
+
+def test_a_process_that_ends_when_the_others_have_waited_too_long_is_replaced_once(
+    members, clock, monkeypatch, capfd
+):
+    monkeypatch.setattr(starter, "connection", SimpleNamespace(wait=lambda *_: []))
+    assert clock.passes(100, [0, 2]) == []
+    members.of(1).process.is_alive = lambda: False
+    clock.now += 1.0
+    for rank in (0, 2):
+        members.hear(rank, Waits((0, 5)))
+    members._look()
+    assert [process.ranks for process in members._processes.values()] == [[0], [2], [1]]
+    assert "the process of rank 1 was ended by SIGKILL; another" in capfd.readouterr().err

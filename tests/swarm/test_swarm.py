@@ -27,6 +27,7 @@ MENDED = [
     "ranks threads optimizer=SparseAdam",
     "evaluate single plugins=ema hook=on_save_checkpoint",
     "sanity single scheduler=LambdaLR plugins=backbone_finetuning+swa",
+    "death elastic loader=stateful",
 ]
 
 pytestmark = [

@@ -144,6 +144,19 @@ def test_one_rank_is_one_process():
     assert (trainer.world_size, len(strategy.runs)) == (1, 1)
 
 
+@pytest.mark.parametrize("frozen", [("first", "second"), ("", "first")])
+def test_ranks_that_freeze_other_parameters_are_named(frozen):
+    class Freezes(Net):
+        def on_train_batch_start(self, batch, batch_idx):
+            if name := frozen[self.global_rank]:
+                getattr(self, name).weight.requires_grad_(False)
+
+    trainer, _ = on_threads()
+    message = r"rank 1 differs from rank 0: requires_grad of (first|second)\.weight is "
+    with pytest.raises(gt.TrainingError, match=message):
+        trainer.fit(Freezes(), DataLoader(samples(8), batch_size=2))
+
+
 @pytest.mark.filterwarnings(
     "ignore:This process .* is multi-threaded, use of fork:DeprecationWarning"
 )

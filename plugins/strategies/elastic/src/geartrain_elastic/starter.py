@@ -235,7 +235,7 @@ class _Members:
             if not each.process.is_alive():
                 self._read(each)
                 dead.append(each)
-        dead += self._hung(processes)
+        dead += self._hung([each for each in processes if each not in dead])
         if dead:
             self._replace(dead)
 

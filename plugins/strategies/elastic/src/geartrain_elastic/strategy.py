@@ -169,13 +169,14 @@ class ElasticStrategy:
 
     @hookimpl
     def reduce_gradients(self, run: Run) -> None:
-        parameters = [p for p in run.parameters_of_step().values() if p.requires_grad]
+        parameters = list(run.parameters_of_step().values())  # ranks may have frozen others
         # As DDP: the next forward has rank 0's buffers. Rank 0 also says if a snapshot is due.
         buffers, data = list(run.module.buffers()), b""
         if run.world.rank == 0:
             assert self.hub is not None
             data = bytes([self.hub.is_due()]) + _bytes_of(buffers)
-        sent = self._reduce(run, parameters, [p.grad for p in parameters], data).data[0]
+        grads = [p.grad if p.requires_grad else None for p in parameters]
+        sent = self._reduce(run, parameters, grads, data).data[0]
         self._snapshot_is_due |= bool(sent[0])
         _copy(buffers, sent[1:])
 
@@ -204,7 +205,8 @@ class ElasticStrategy:
                 "Fix: sparse=False in nn.Embedding"
             )
         gradients = Gradients(grads, parameters)
-        result = self._exchange(run, Call("reduce_gradients", data, gradients))
+        name = f"the reduction of {len(parameters)} gradients"
+        result = self._exchange(run, Call(name, data, gradients))
         means, current = [], []
         for index, mean in spread(result.means, parameters):
             grad = parameters[index].grad
@@ -355,6 +357,8 @@ class _Coordinator(SeveralRanks):
         remaining = super().batches(run, iterator, None if limit is None else limit - count)
         if self._strategy.is_exhausted:
             remaining = iter(())
+        if not count:  # the loader leaves them out by itself
+            self._go_on(run)
         skipped = self._skipped(run, iterator, count)
         return chain(skipped, self._watched(remaining) if agrees else remaining)
 
@@ -365,16 +369,20 @@ class _Coordinator(SeveralRanks):
         self._strategy.is_exhausted = True
 
     def _skipped(self, run: Run, batches: Iterator[Any], count: int) -> Iterator[Any]:
+        for number, batch in enumerate(islice(batches, count), 1):
+            if number == count:
+                self._go_on(run)
+            yield batch
+
+    def _go_on(self, run: Run) -> None:
+        """Let a rank that has started again go on; the loop restores the rest of its state."""
         hub, objects = self._strategy.hub, self._strategy.objects
         assert hub is not None
         assert objects is not None
-        for number, batch in enumerate(islice(batches, count), 1):
-            if number == count:  # the loop restores the rest of its state, and goes on
-                self._strategy._phase = ""
-                if run.loop.memory_checkpoint is not None:
-                    objects.restore(self._strategy.saved_objects)
-                hub.go_on(run.world.rank)
-            yield batch
+        self._strategy._phase = ""
+        if run.loop.memory_checkpoint is not None:
+            objects.restore(self._strategy.saved_objects)
+        hub.go_on(run.world.rank)
 
     def gather_states(self, run: Run, local: dict[str, Any]) -> list[dict[str, Any]]:
         if self._states is not None:

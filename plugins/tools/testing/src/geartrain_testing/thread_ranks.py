@@ -121,16 +121,13 @@ class ThreadRanks:
 
     @hookimpl
     def reduce_gradients(self, run: Run) -> None:
-        parameters = [
-            parameter for parameter in run.parameters_of_step().values() if parameter.requires_grad
-        ]
+        parameters = list(run.parameters_of_step().values())  # ranks may have frozen others
         states = [
-            None if parameter.grad is None else parameter.grad.detach().clone()
-            for parameter in parameters
+            p.grad.detach().clone() if p.requires_grad and p.grad is not None else None
+            for p in parameters
         ]
-        for parameter, *grads in zip(
-            parameters, *self._exchange(run, "reduce_gradients", states), strict=True
-        ):
+        name = f"the reduction of {len(parameters)} gradients"
+        for parameter, *grads in zip(parameters, *self._exchange(run, name, states), strict=True):
             found = [grad for grad in grads if grad is not None]
             if found:  # else the gradient stays None, as in one process
                 mean = reduce(torch.add, [grad / run.world.size for grad in found])

@@ -45,7 +45,7 @@ class MineStrategy(ProcessGroupStrategy):
     def reduce_gradients(self, run: Run) -> None:
         if run.world.size == 1:
             return
-        parameters = [p for p in run.module.parameters() if p.requires_grad]
+        parameters = list(run.module.parameters())  # ranks may have frozen others
         # Ranks may have gradients for different parameters, but all ranks must call the same
         # collectives. So they first agree: which parameters have a gradient on any rank?
         here = [p.grad is not None for p in parameters]

@@ -1,0 +1,81 @@
+"""Ranks of one process meet in a collective; here without a strategy's processes."""
+
+import threading
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from geartrain import TrainingError, World
+from geartrain_elastic import ElasticStrategy
+from geartrain_elastic.group import Group
+from geartrain_elastic.hub import Hub, RandomState
+
+
+class Net(nn.Module):
+    """Parameters of one shape; a rank's gradient of each is its number and the parameter's."""
+
+    def __init__(self, rank, names, frozen):
+        super().__init__()
+        for number, name in enumerate(names):
+            parameter = nn.Parameter(torch.zeros(2), requires_grad=name not in frozen)
+            if parameter.requires_grad:
+                parameter.grad = torch.full((2,), 10.0 * (number + 1) + rank)
+            self.register_parameter(name, parameter)
+
+
+def reduced(frozen, names=("ab", "ab")):
+    """Return the gradients of each rank after their reduction, or its error."""
+    hub, found = Hub(len(frozen)), [None] * len(frozen)
+    hub.open_group(Group(None, 0, [range(len(frozen))], timedelta(seconds=1)))
+    for rank in range(len(frozen)):
+        hub.seat(rank)
+    start = RandomState.now()
+
+    def work(rank):
+        hub.begin(rank, start)
+        module, strategy = Net(rank, names[rank], frozen[rank]), ElasticStrategy()
+        strategy.hub = hub
+        run = SimpleNamespace(
+            module=module,
+            world=World(rank, len(frozen), rank, len(frozen), 0),
+            parameters_of_step=lambda: dict(module.named_parameters()),
+        )
+        try:
+            strategy.reduce_gradients(run)
+            named = module.named_parameters()
+            found[rank] = {n: None if p.grad is None else p.grad[0].item() for n, p in named}
+        except Exception as error:
+            found[rank] = error
+        hub.finish(rank)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(frozen))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("frozen", "expected"),
+    [
+        (("", ""), {"a": 10.5, "b": 20.5}),
+        (("a", "b"), {"a": 5.5, "b": 10.0}),  # each has one, of equal shapes
+        (("", "a"), {"a": 5.0, "b": 20.5}),
+        (("ab", "a"), {"a": None, "b": 10.5}),
+    ],
+)
+def test_each_parameter_gets_the_mean_of_its_gradients_whichever_a_rank_has_frozen(
+    frozen, expected
+):
+    assert reduced(frozen) == [expected, expected]
+
+
+def test_ranks_with_different_numbers_of_parameters_end_with_one_error():
+    message = "rank 0 is in the reduction of 2 gradients, and rank 1 in the reduction of 3 gradien"
+    for error in reduced(("", ""), names=("ab", "abc")):
+        assert type(error) is TrainingError
+        assert str(error).startswith(message)
