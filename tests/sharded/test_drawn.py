@@ -7,6 +7,7 @@ import torch
 from regression import Net, one_trainer, samples
 from several_ranks import results
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from geartrain_sharded.drawn import DRAWS
@@ -20,14 +21,16 @@ WAYS = {
     "ddp_sharded": {},
     "tensor_parallel": {"colwise": ["first"], "rowwise": ["second"]},
 }
-#: Operations that draw other things than weights.
-OTHERS = {"bernoulli_", "alpha_dropout_", "dropout_", "feature_alpha_dropout_"}
-OTHERS |= {"feature_dropout_", "rrelu_", "rrelu_with_noise_"}
+#: Operations that draw other things than weights. On a CPU those of dropout draw by bernoulli_.
+OTHERS = {"alpha_dropout_", "dropout_", "feature_alpha_dropout_", "feature_dropout_"}
+OTHERS |= {"rrelu_", "rrelu_with_noise_"}
 
 
 def draw(name, weight):
     if name in dir(nn.init):
         getattr(nn.init, name)(weight)
+    elif name == "bernoulli":
+        weight.copy_(torch.bernoulli(torch.full_like(weight, 0.25)))
     elif name.endswith("_like"):
         options = (5,) if name == "randint_like" else ()
         weight.copy_(getattr(torch, name)(weight, *options))
@@ -82,4 +85,12 @@ def test_each_operation_of_torch_that_draws_is_known():
             packet = getattr(torch.ops.aten, name)
             tags = [tag for each in packet.overloads() for tag in getattr(packet, each).tags]
             drawing |= {name} if torch.Tag.nondeterministic_seeded in tags else set()
-    assert drawing == {*DRAWS, *OTHERS}
+    in_parts = {operation.overloadpacket.__name__ for operation in torch_draws_in_parts()}
+    assert drawing | in_parts == {*DRAWS, *OTHERS}
+
+
+def torch_draws_in_parts():
+    """Return the operations on DTensors for which torch lets each rank draw its part."""
+    not_on_a_cpu = {torch.ops.aten.native_dropout.default}
+    without_tensor = {torch.ops.aten.rand.default, torch.ops.aten.randn.default}
+    return DTensor._op_dispatcher._random_ops - not_on_a_cpu - without_tensor

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
-#: Operations that draw each element of a tensor alone. Those of dropout are not for weights.
+#: Operations that draw each element of a tensor alone. dropout's draw by bernoulli_ on a CPU.
 DRAWS = (
+    "bernoulli",
+    "bernoulli_",
     "cauchy_",
     "exponential_",
     "geometric_",
@@ -51,8 +53,12 @@ def as_one_process(source: int | None) -> Iterator[None]:
 
 def _draw(source: int | None, operation: Any, args: Any, kwargs: Any) -> Any:
     parts, *values = args
-    dtype = kwargs.get("dtype") or parts.dtype
-    whole = operation(torch.empty(parts.shape, dtype=dtype, device=parts.device), *values, **kwargs)
+    if operation is torch.ops.aten.bernoulli.default:  # of these probabilities
+        like = parts.full_tensor()
+    else:
+        dtype = kwargs.get("dtype") or parts.dtype
+        like = torch.empty(parts.shape, dtype=dtype, device=parts.device)
+    whole = operation(like, *values, **kwargs)
     placements = [Replicate() if place.is_partial() else place for place in parts.placements]
     drawn: Any = distribute_tensor(whole, parts.device_mesh, placements, src_data_rank=source)
     if not operation._schema.is_mutable:
