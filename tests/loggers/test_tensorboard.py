@@ -18,8 +18,9 @@ from tensorboard.backend.event_processing import (
 from tensorboard.plugins import base_plugin
 from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
 from threads import on_threads
+from torch.distributed import HashStore
 
-from geartrain import TrainingError, UsageError
+from geartrain import TrainingError, UsageError, hookimpl
 from geartrain_tensorboard import TensorBoard
 
 from .cases import Net, Shows, fit, loader, open_files, show_all, threads, trainer
@@ -203,6 +204,34 @@ def test_a_second_fit_of_the_same_object_has_another_folder(tmp_path):
     assert scalars(folder / "fit-3") == {"loss": losses, "tested": [(6, 7.0)]}
     assert set(sessions(tmp_path)) == {"tb", "tb/fit-2", "tb/fit-3"}
     assert len(list(folder.glob("events*"))) == 1
+
+
+class Stored:
+    """Gives the run a store, as strategies of several processes do. Later plugins come first."""
+
+    def __init__(self, store):
+        self.store = store
+
+    @hookimpl
+    def on_run_start(self, run):
+        run.store = self.store
+
+
+@pytest.mark.parametrize("store", [lambda: None, HashStore], ids=["one process", "ranks"])
+def test_two_in_one_run_have_a_folder_each(tmp_path, store):
+    fit(*(TensorBoard(str(tmp_path)) for _ in range(2)), Stored(store()), val=False)
+    for folder in (tmp_path, tmp_path / "fit-2"):
+        assert len(list(folder.glob("events*"))) == 1
+        assert len(scalars(folder)["loss"]) == 6
+
+
+def test_a_rank_that_starts_again_goes_on_in_the_folder_of_each(tmp_path):
+    store = HashStore()
+    for _ in range(2):
+        fit(*(TensorBoard(str(tmp_path)) for _ in range(2)), Stored(store), val=False)
+    for folder in (tmp_path, tmp_path / "fit-2"):
+        assert len(list(folder.glob("events*"))) == 2
+    assert not (tmp_path / "fit-3").exists()
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), True, "1"])

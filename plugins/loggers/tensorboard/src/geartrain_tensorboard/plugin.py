@@ -90,12 +90,12 @@ class TensorBoard:
             return
         from torch.utils.tensorboard import SummaryWriter
 
-        memory, key = run.loop.memory_checkpoint, f"tensorboard {base}"
-        # A rank that has died goes on in its own folder, also if it has no state yet.
-        goes_on = run.store is not None and run.store.check([key])
-        folder = place(base, run.command, goes_on or memory is not None)
-        if run.store is not None:
-            run.store.set(key, "")
+        memory, store = run.loop.memory_checkpoint, run.store
+        folder = place(base, run.command, memory is not None)
+        if store is not None:
+            # A rank that has died goes on in its own folder, also if it has no state yet.
+            number = [part.plugin for part in run.hooks.parts].index(self)
+            folder = Path(store.compare_set(f"tensorboard {number}", "", str(folder)).decode())
         step = None if memory is None else memory["step"] + 1
         self._writer = SummaryWriter(str(folder), purge_step=step, flush_secs=self.flush_seconds)
         if run.command == "fit" and memory is None:
