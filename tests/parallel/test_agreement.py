@@ -6,7 +6,7 @@ from small_models import Net, loader
 
 from geartrain import TrainingError, hookimpl
 from geartrain.testing import run_plugin
-from geartrain_parallel.agreement import _sum
+from geartrain_parallel.agreement import digest
 
 
 class Alone:
@@ -35,6 +35,11 @@ def past_the_version_counter(run):
     run.module.layers[2].bias.data.mul_(2)
 
 
+def exchange_weights(run):
+    weights = run.module.layers[0].weight.detach().view(-1)
+    weights[:4] = weights[[2, 3, 0, 1]]
+
+
 def halve_the_rate(run):
     run.optimizers[0].param_groups[0]["lr"] /= 2
 
@@ -50,6 +55,7 @@ def freeze(run):
 CHANGES = {
     add_to_a_weight: "the weight layers.0.weight",
     past_the_version_counter: "the weight layers.2.bias",
+    exchange_weights: "the weight layers.0.weight",
     halve_the_rate: "lr of group 0 of optimizer 0 (SGD) is 0.05, not 0.1",
     other_momentum: "momentum of group 0 of optimizer 0 (SGD) is 0.9, not 0",
     freeze: "requires_grad of layers.0.bias is False, not True",
@@ -111,15 +117,29 @@ def fitted(plugin, ranks=2):
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.bool]
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.complex128, torch.bool],
 )
 @pytest.mark.parametrize("numel", [0, 1, 7, 64])
-def test_the_sum_is_of_the_bits_wherever_they_are(dtype, numel):
+def test_the_digest_is_of_the_bits_wherever_they_are(dtype, numel):
     values = torch.arange(numel).to(dtype)
     shifted = torch.cat([torch.zeros(1, dtype=dtype), values])[1:]
     spread = torch.stack([values, values], dim=1)[:, 0]
-    assert _sum(values) == _sum(shifted) == _sum(spread)
+    assert digest(values) == digest(shifted) == digest(spread)
     if numel:
         shifted = shifted.clone()
         shifted[-1] = shifted[-1] == 0
-        assert _sum(shifted) != _sum(values)
+        assert digest(shifted) != digest(values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.bool])
+@pytest.mark.parametrize("distance", [1, 2, 4, 255, 1024, 2048, 2**20, 2**21 - 2])
+def test_two_weights_that_change_places_have_another_digest(dtype, distance):
+    values = torch.zeros(2**21, dtype=dtype)
+    for first, second in ((1.0, 0.0), (1.0, -1.0), (2.0, 1.0)):
+        if torch.tensor(first, dtype=dtype) == torch.tensor(second, dtype=dtype):
+            continue
+        values[1], values[1 + distance] = first, second
+        before = digest(values)
+        values[1], values[1 + distance] = second, first
+        assert digest(values) != before

@@ -26,7 +26,7 @@ _COLLECTIVES = (
 _FIX = "run the same parts on each rank, in the same order, and let the loss need them"
 
 
-class Agreed:
+class OrderedBackend:
     """A backend of DeepSpeed whose collectives ranks agree on.
 
     Args:

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from geartrain import Run, UsageError
-from geartrain_deepspeed.agreed import Agreed
+from geartrain_deepspeed.agreed import OrderedBackend
 
 
 def check_installed(label: str) -> None:
@@ -54,7 +54,7 @@ def agree(run: Run) -> None:
     """Let the ranks of a run agree on each collective of DeepSpeed."""
     from deepspeed.comm import comm
 
-    comm.cdb = Agreed(comm.cdb, run)
+    comm.cdb = OrderedBackend(comm.cdb, run)
 
 
 def _is_for_users(record: logging.LogRecord) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -103,18 +104,23 @@ def _whole_weights(run: Run) -> dict[str, torch.Tensor]:
 
 
 def _sums(weights: dict[str, torch.Tensor]) -> dict[str, int]:
-    """Return a digest of the bits: from the same gradients and options come the same bits."""
-    sums = list(map(_sum, weights.values()))
+    """Return digests of the bits: from the same gradients and options come the same bits."""
+    sums = list(map(digest, weights.values()))
     numbers = torch.stack(sums).tolist() if sums else []  # one wait for the device
     return {f"the weight {name}": number for name, number in zip(weights, numbers, strict=True)}
 
 
-def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor's bits, read as integers of 64 bits, on its device."""
+def digest(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a number of 64 bits for the bits of a tensor and their places, on its device."""
     flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
     width = 8 // flat.element_size()
     if flat.storage_offset() % width or flat.stride(0) != 1:  # it cannot be viewed as 64 bits
         flat = flat.clone(memory_format=torch.contiguous_format)
     end = flat.numel() // width * width
-    tail = flat[end:].view(_INTEGERS[flat.element_size()])
-    return flat[:end].view(torch.int64).sum() + tail.sum(dtype=torch.int64)
+    words, tail = flat[:end].view(torch.int64), flat[end:].view(_INTEGERS[flat.element_size()])
+    columns = max(1, math.isqrt(len(words)))
+    whole = len(words) // columns * columns
+    table = words[:whole].view(-1, columns)  # sums of its rows and columns take little time
+    sums = torch.cat([table.sum(0), table.sum(1), words[whole:], tail.to(torch.int64)])
+    sums ^= sums >> 32  # else two words whose highest bits differ could change places
+    return (sums * torch.arange(1, 2 * len(sums), 2, device=sums.device)).sum()

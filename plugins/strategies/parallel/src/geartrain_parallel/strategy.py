@@ -30,7 +30,7 @@ class ProcessGroupStrategy:
 
     #: How long ranks wait for each other at the start.
     timeout: timedelta = timedelta(minutes=30)
-    #: True if a library communicates in a step, so that its collectives meet no header.
+    #: True if a library communicates in a step: its collectives meet no header of headers.py.
     library_communicates = False
     _watch: Watch | None = None
 
