@@ -199,18 +199,3 @@ def test_ranks_whose_gradients_are_not_averaged_are_an_error(tmp_path):
         "so manual optimisation would average no gradients" in rank.error
         for rank in failed(tmp_path, train_without_averaging)
     )
-
-
-class Sparse(Two):
-    """A table among other layers: torch's DDP would divide gradients before it by two twice."""
-
-    def __init__(self, automatic):
-        super().__init__("toggled")
-        self.automatic_optimization = automatic
-        self.table = torch.nn.Embedding(4, 2, sparse=True)
-
-
-@pytest.mark.parametrize("automatic", [True, False])
-def test_sparse_gradients_are_refused_before_a_rank_starts(automatic):
-    with pytest.raises(gt.UsageError, match=r"table has sparse=True.* Fix: sparse=False"):
-        ddp().fit(Sparse(automatic), DataLoader(samples(), batch_size=4))

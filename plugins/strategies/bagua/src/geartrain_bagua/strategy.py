@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from geartrain import Module, Plan, Run, UsageError, World, hookimpl
-from geartrain.parallel import ProcessGroupStrategy, announce_reduction
+from geartrain.parallel import ProcessGroupStrategy, announce_reduction, refuse_sparse
 from geartrain.plugin_api import load_optimizer, map_tensors
 from geartrain_bagua import environment
 from geartrain_bagua.algorithm import Algorithm, Context
@@ -122,7 +122,7 @@ class BaguaStrategy(DDPStrategy):
 
     @hookimpl
     def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
-        self.refuse_sparse(run)
+        refuse_sparse(run)
         label = f"{run.plan.strategy.label}: the algorithm {self._name!r}"
         if run.mode == "session" and not self._chosen.averages_gradients:
             raise UsageError(

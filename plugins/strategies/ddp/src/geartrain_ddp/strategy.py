@@ -18,7 +18,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from geartrain import Plan, Run, TrainingError, UsageError, World, hookimpl
-from geartrain.parallel import ProcessGroupStrategy, announce_reduction, name_absent_ranks
+from geartrain.parallel import (
+    ProcessGroupStrategy,
+    announce_reduction,
+    name_absent_ranks,
+    refuse_sparse,
+)
 from geartrain_ddp import hookspecs
 from geartrain_ddp.watchdog import limited
 
@@ -122,25 +127,6 @@ class DDPStrategy(ProcessGroupStrategy):
                 "Fix: remove the plugin, or use automatic optimisation"
             )
 
-    def refuse_sparse(self, run: Run) -> None:
-        """Raise if the module has sparse gradients: torch's DDP divides others by them twice.
-
-        Raises:
-            UsageError: a ``fit`` of an embedding with ``sparse=True``.
-        """
-        tables = (
-            name
-            for name, part in run.module.named_modules()
-            if isinstance(part, nn.Embedding | nn.EmbeddingBag)
-            and part.sparse
-            and part.weight.requires_grad
-        )
-        if run.command == "fit" and (name := next(tables, None)) is not None:
-            raise UsageError(
-                f"{run.plan.strategy.label}: {name} has sparse=True, and sparse gradients cannot "
-                "be averaged over ranks here. Fix: sparse=False in nn.Embedding"
-            )
-
     def note_frozen(self, model: nn.Module) -> None:
         """Remember the frozen parameters, which no bucket has.
 
@@ -166,7 +152,7 @@ class DDPStrategy(ProcessGroupStrategy):
     @hookimpl
     def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
         self.refuse_buckets(run)
-        self.refuse_sparse(run)
+        refuse_sparse(run)
         return super().launch(run, worker)
 
     @hookimpl

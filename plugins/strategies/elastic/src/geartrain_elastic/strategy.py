@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from geartrain import Layout, Plan, PlanRequest, Run, TrainingError, UsageError, World, hookimpl
-from geartrain.parallel import SeveralRanks, refuse_unequal, shard
+from geartrain.parallel import SeveralRanks, refuse_sparse, refuse_unequal, shard
 from geartrain.plugin_api import RankCoordinator
 from geartrain_elastic.gradients import Gradients, spread
 from geartrain_elastic.hub import Call, Hub, Result
@@ -138,6 +138,7 @@ class ElasticStrategy:
                 f"{run.plan.strategy.label}: a Session has no step at whose end a rank could start "
                 "again. Fix: use Trainer.fit, or --strategy ddp_spawn"
             )
+        refuse_sparse(run)
         return run_in_members(run, worker, self)
 
     @hookimpl

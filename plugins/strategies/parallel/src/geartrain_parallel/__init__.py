@@ -16,7 +16,9 @@
   ``CollectiveOrder``: let ranks agree on a collective of a library before they enter it.
 - ``shard``, ``gather_uneven``, ``average_gradients``, ``broadcast_weights``, ``broadcast_object``,
   ``name_absent_ranks``: data and collectives on torch.distributed; ``refuse_unequal``: refuse
-  tensors that ``all_gather`` cannot combine.
+  tensors that ``all_gather`` cannot combine; ``refuse_sparse``: refuse tables whose gradients are
+  sparse; ``steps_in_parts``: find out if an optimizer can step parts of parameters;
+  ``absent_weights``: make the weights of a rank that has none.
 
 A name is imported on first use, because watching ranks needs no torch.
 """
@@ -31,6 +33,7 @@ from geartrain_parallel._version import __version__ as __version__
 if TYPE_CHECKING:
     from geartrain.plugin_api import ClusterEnvironment, detect
     from geartrain_parallel import bootstrap, nodes, rendezvous, sockets
+    from geartrain_parallel.absent import absent_weights
     from geartrain_parallel.bootstrap import die_with_parent, write_output_to
     from geartrain_parallel.collective_order import CollectiveOrder
     from geartrain_parallel.collectives import (
@@ -39,11 +42,13 @@ if TYPE_CHECKING:
         broadcast_weights,
         gather_uneven,
         name_absent_ranks,
+        refuse_sparse,
         refuse_unequal,
     )
     from geartrain_parallel.failures import Failure, describe_exit, is_connection
     from geartrain_parallel.headers import announce_reduction
     from geartrain_parallel.launching import join, launch, reserve, threads, variables
+    from geartrain_parallel.optimizer_parts import steps_in_parts
     from geartrain_parallel.patience import Patience
     from geartrain_parallel.ranks import SeveralRanks
     from geartrain_parallel.reports import ERROR_FILE, report
@@ -57,15 +62,17 @@ if TYPE_CHECKING:
 _NAMES = {
     "geartrain.plugin_api": "ClusterEnvironment detect",
     "geartrain_parallel": "bootstrap nodes rendezvous sockets",
+    "geartrain_parallel.absent": "absent_weights",
     "geartrain_parallel.collective_order": "CollectiveOrder",
     "geartrain_parallel.bootstrap": "die_with_parent write_output_to",
     "geartrain_parallel.collectives": (
         "average_gradients broadcast_object broadcast_weights gather_uneven name_absent_ranks"
-        " refuse_unequal"
+        " refuse_sparse refuse_unequal"
     ),
     "geartrain_parallel.failures": "Failure describe_exit is_connection",
     "geartrain_parallel.headers": "announce_reduction",
     "geartrain_parallel.launching": "join launch reserve threads variables",
+    "geartrain_parallel.optimizer_parts": "steps_in_parts",
     "geartrain_parallel.patience": "Patience",
     "geartrain_parallel.ranks": "SeveralRanks",
     "geartrain_parallel.reports": "ERROR_FILE report",
@@ -88,6 +95,7 @@ __all__ = [
     "RankHandle",
     "SeveralRanks",
     "Supervisor",
+    "absent_weights",
     "announce_reduction",
     "average_gradients",
     "bootstrap",
@@ -104,12 +112,14 @@ __all__ = [
     "nodes",
     "raise_on_signals",
     "reason_not_rerunnable",
+    "refuse_sparse",
     "refuse_unequal",
     "rendezvous",
     "report",
     "reserve",
     "shard",
     "sockets",
+    "steps_in_parts",
     "threads",
     "variables",
     "write_output_to",

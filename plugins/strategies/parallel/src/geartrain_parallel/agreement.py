@@ -32,7 +32,8 @@ def check(run: Run, begins: bool) -> None:
     # Ranks with weights of their own may skip steps alone in 16-mixed, and so those of a scheduler.
     is_alike = run.hooks.strategy_can("identical_weights")
     weights = _whole_weights(run) if is_alike else {}
-    facts, sums = {**_frozen(run), **(_options(run) if is_alike else {})}, _sums(weights)
+    facts, sums = {**_frozen(run), **_changes(run)}, _sums(weights)
+    facts |= _options(run) if is_alike else {}
     digest = [zlib.crc32(repr(part).encode()) for part in (facts, sums)]
     local = torch.tensor(digest, dtype=torch.float64)
     digests = run.hooks.log_sync(run=run, values=local).tolist()
@@ -67,6 +68,16 @@ def _frozen(run: Run) -> dict[str, Any]:
     return {f"requires_grad of {name}": parameter.requires_grad for name, parameter in named}
 
 
+def _changes(run: Run) -> dict[str, Any]:
+    """Return how often weights were changed of which each rank has a part."""
+    named = run.module.named_parameters()
+    return {f"the number of changes of {n}": p._version for n, p in named if _is_part(p)}
+
+
+def _is_part(parameter: torch.Tensor) -> bool:
+    return hasattr(parameter, "device_mesh")
+
+
 def _options(run: Run) -> dict[str, Any]:
     return {
         f"{key} of group {i} of optimizer {n} ({type(optimizer).__name__})": value
@@ -99,7 +110,7 @@ def _whole_weights(run: Run) -> dict[str, torch.Tensor]:
     return {
         name: parameter.detach()
         for name, parameter in run.module.named_parameters()
-        if parameter.layout is torch.strided and not hasattr(parameter, "device_mesh")
+        if parameter.layout is torch.strided and not _is_part(parameter)
     }
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from geartrain import TrainingError
+from geartrain import TrainingError, UsageError
 from geartrain_parallel import headers, sealed
 
 if TYPE_CHECKING:
@@ -95,6 +95,23 @@ def broadcast_weights(run: Run, model: nn.Module) -> None:
         dist.broadcast(same, src=0)
         if same.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(same)
+
+
+def refuse_sparse(run: Run) -> None:
+    """Raise if a ``fit`` has a table with sparse gradients, which are not averaged over ranks here.
+
+    torch's DDP would average them, and divide some other gradients twice.
+
+    Raises:
+        UsageError: an embedding has ``sparse=True``.
+    """
+    for name, part in run.module.named_modules() if run.command == "fit" else ():
+        is_sparse = isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
+        if is_sparse and part.weight.requires_grad:
+            raise UsageError(
+                f"{run.plan.strategy.label}: {name} is {type(part).__name__}(sparse=True), and "
+                "sparse gradients cannot be averaged over ranks here. Fix: sparse=False"
+            )
 
 
 @torch.no_grad()

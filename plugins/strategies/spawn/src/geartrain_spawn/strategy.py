@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from geartrain import Run, UsageError, hookimpl
+from geartrain.parallel import refuse_sparse
 from geartrain_ddp import DDPStrategy
 from geartrain_spawn.pickles import dump
 from geartrain_spawn.starter import START_METHODS, run_in_ranks
@@ -65,5 +66,5 @@ class DDPSpawnStrategy(DDPStrategy):
     @hookimpl
     def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
         self.refuse_buckets(run)
-        self.refuse_sparse(run)
+        refuse_sparse(run)
         return run_in_ranks(run, worker, self.start_method, self.timeout)
