@@ -31,6 +31,24 @@ class Groups(Net):
         }
 
 
+class ChangesFirst(Net):
+    """Changes a weight before the first step."""
+
+    def change(self, layer):
+        with torch.no_grad():
+            layer.bias -= 0.01
+
+    def on_train_start(self):
+        self.change(self.first)
+
+
+class Changes(ChangesFirst):
+    """Also changes one between forward and backward."""
+
+    def on_before_backward(self, loss):
+        self.change(self.last)
+
+
 #: By name: the module's class and arguments, the trainer's options; each has 20 steps or so.
 CASES = {
     "adam": (Net, {"optimizer": "adam"}, {"max_epochs": 5}),
@@ -41,6 +59,8 @@ CASES = {
     "batch norm": (Net, {"norm": True, "optimizer": "adam"}, {"max_epochs": 5}),
     "bf16-mixed": (Net, {}, {"max_epochs": 5, "precision": "bf16-mixed"}),
 }
+#: A case of stages 1 and 2.
+IN_WHOLES = {"changes": (Changes, {"optimizer": "adam"}, {"max_epochs": 5})}
 STAGES = (1, 2, 3)
 
 
@@ -57,7 +77,7 @@ def options(stage):
 
 def train(name, strategy="ddp", given=None):
     """Train on global batches of 12 samples; return metrics and weights."""
-    kind, made, of_trainer = CASES[name]
+    kind, made, of_trainer = {**CASES, **IN_WHOLES}[name]
     module = kind(**made)
     trainer = one_trainer(
         strategy=strategy, strategy_options=given, devices=2, seed=1, **of_trainer
@@ -69,9 +89,10 @@ def train(name, strategy="ddp", given=None):
 
 def train_all():
     """Return steps, metrics and weights of each case, under ddp and each stage."""
-    found = {"ddp": {name: train(name) for name in CASES}}
+    found = {"ddp": {name: train(name) for name in {**CASES, **IN_WHOLES}}}
     for stage in STAGES:
-        found[stage] = {name: train(name, "deepspeed", options(stage)) for name in CASES}
+        names = CASES if stage == 3 else {**CASES, **IN_WHOLES}
+        found[stage] = {name: train(name, "deepspeed", options(stage)) for name in names}
     return found
 
 
@@ -119,10 +140,48 @@ class Whole(Net):
         return torch.optim.Adagrad(self.parameters())
 
 
+class Scaled(torch.optim.SGD):
+    """An optimizer of a user, which divides each gradient by its norm."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad /= parameter.grad.norm() + 1e-6
+        return super().step(closure)
+
+
+class Scales(Net):
+    def configure_optimizers(self):
+        return Scaled(self.parameters(), lr=0.1)
+
+
+class Saves(Net):
+    """Rank 0 saves as under ddp: in stage 3 its file would be empty."""
+
+    def __init__(self, get):
+        super().__init__()
+        self.get = get
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.trainer.is_global_zero:
+            torch.save(self.get(self), "weights.pt")
+
+
+MADE = {
+    "whole": Whole,
+    "scaled": Scales,
+    "two": lambda: Net(optimizer="two"),
+    "changes": ChangesFirst,
+    "saves weights": lambda: Saves(lambda module: module.state_dict()),
+    "saves parameter": lambda: Saves(lambda module: module.first.weight),
+}
+
+
 def go_wrong(kind):
-    given = {"optimizer": "two"} if kind == "two" else {kind: True}
-    module = Whole() if kind == "whole" else Net(**given)
-    one_trainer(strategy="deepspeed", devices=2).fit(module, DataLoader(samples(), 6))
+    module = MADE[kind]() if kind in MADE else Net(**{kind: True})
+    given = options(3) if kind.startswith(("changes", "saves")) else None
+    trainer = one_trainer(strategy="deepspeed", strategy_options=given, devices=2)
+    trainer.fit(module, DataLoader(samples(), 6))
 
 
 class Parts(Net):

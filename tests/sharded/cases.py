@@ -35,6 +35,25 @@ class Scaled(Net):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
 
 
+class Changes(Net):
+    """Changes weights where ranks have whole copies."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.change_bias(self.extra)
+        return loss
+
+    def change_bias(self, layer):
+        with torch.no_grad():
+            layer.bias -= 0.01
+
+    def on_before_backward(self, loss):
+        self.change_bias(self.last)
+
+    def on_validation_batch_end(self, outputs, batch, batch_idx, dataloader_idx=0):
+        self.change_bias(self.second)
+
+
 class Manual(Net):
     """Steps two optimizers in turn, and clips by itself."""
 
@@ -48,6 +67,14 @@ class Manual(Net):
         self.clip_gradients(optimizer, gradient_clip_val=0.05)
         optimizer.step()
         return loss
+
+
+class Twice(Manual):
+    """Computes a second loss after a step, as a GAN does."""
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        return super().training_step(batch, batch_idx + 1)
 
 
 #: By name: the module's class and arguments, the trainer's options.
@@ -76,10 +103,14 @@ CASES = {
         },
     ),
     "norms": (Net, {}, {"plugins": ["norms", "nan_guard", "model_summary"]}),
+    "changes": (Changes, {}, {"max_epochs": 2}),
 }
 
 #: The same; each parameter must be in a unit.
-IN_UNITS = {"manual": (Manual, {"optimizer": "two"}, {})}
+IN_UNITS = {
+    "manual": (Manual, {"optimizer": "two"}, {}),
+    "manual, two losses": (Twice, {"optimizer": "two"}, {}),
+}
 
 #: Name -> the strategy and its options.
 STRATEGIES = {"fsdp": ("fsdp", UNITS), "ddp_sharded": ("ddp_sharded", {})}

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(120)
 
 #: Layers of the net.
 LAYERS = {"colwise": ["first", "second", "extra"], "rowwise": "last"}
-NAMES = [name for name in {**CASES, **IN_UNITS} if name != "16-mixed"]
+NAMES = [name for name in {**CASES, **IN_UNITS} if name not in ("16-mixed", "changes")]
 
 
 def train_all(strategy, options, ranks, batch, names=NAMES):
@@ -59,7 +59,7 @@ def assert_equal(weights, expected, tolerance=1e-5):
 
 
 def test_after_a_run_other_ranks_have_no_weights(one_model):
-    assert all(value.isnan().any() for value in one_model[1]["adam"][2].values())
+    assert all(value.isnan().all() for value in one_model[1]["adam"][2].values())
 
 
 TWO_MODELS = ("adam", "accumulating", "clipped", "batch norm", "norms", "manual")
@@ -362,6 +362,11 @@ def test_a_step_that_ranks_cannot_compute_together_is_an_error(tmp_path, kind, m
         ({"colwise": "last", "size": 3}, {}, "2 ranks are no multiple of size=3"),
         ({"colwise": "last"}, {"precision": "16-mixed"}, "precision 16-mixed is not supported"),
         (
+            {"colwise": "last"},
+            {"plugins": ["compile"]},
+            "callbacks[compile]: torch cannot compile",
+        ),
+        (
             {"colwise": "second", "rowwise": "extra"},
             {},
             "extra (rowwise) has a weight that another name splits in dimension 0",
@@ -373,6 +378,19 @@ def test_before_any_process_starts(options, given, message):
         one_trainer(strategy="tensor_parallel", strategy_options=options, devices=2, **given).fit(
             Net(shared=True), DataLoader(samples(), 6)
         )
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_part_that_the_user_has_compiled_is_refused(in_place):
+    module = Net()
+    if in_place:
+        module.extra.compile(backend="eager")
+    else:
+        module.extra = torch.compile(module.extra, backend="eager")
+    with pytest.raises(gt.UsageError, match=r"extra: torch cannot compile a step.*Fix: "):
+        one_trainer(
+            strategy="tensor_parallel", strategy_options={"colwise": "last"}, devices=2
+        ).fit(module, DataLoader(samples(), 6))
 
 
 def test_the_plan_counts_the_data_of_each_model_once():

@@ -11,10 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from geartrain import Run, TrainingError, UsageError
-from geartrain_deepspeed import library
-
-#: These compute an update from a whole parameter, or from other ones.
-_NOT_ELEMENTWISE = ("Adafactor", "Adagrad", "LBFGS", "Muon", "SparseAdam")
+from geartrain.parallel import absent_weights, steps_in_parts
+from geartrain_deepspeed import library, pickles
 
 
 class Engine:
@@ -34,9 +32,10 @@ class Engine:
 
     def __init__(self, run: Run, optimizer: Optimizer, config: dict[str, Any]) -> None:
         self._label = f"{run.plan.strategy.label}: rank {run.world.rank}"
-        if run.loop.needs_closure or type(optimizer).__name__ in _NOT_ELEMENTWISE:
-            message = f"{run.plan.strategy.label}: {type(optimizer).__name__} does not compute"
-            message += " each element alone, and each rank has a flat part of all parameters"
+        has_state = bool(optimizer.state)  # of whole parameters, as Adagrad has before a step
+        if run.loop.needs_closure or has_state or not steps_in_parts(optimizer, _halves, 1, False):
+            message = f"{run.plan.strategy.label}: {type(optimizer).__name__} cannot step parts,"
+            message += " and each rank has a flat part of all parameters"
             raise UsageError(f"{message}. Fix: SGD or AdamW, or --strategy ddp")
         self._run, self._optimizer, self._module = run, optimizer, run.module
         self._keeps = run.world.rank == 0
@@ -59,6 +58,7 @@ class Engine:
         self._names = {p: names.get(p, "") for _, group in self._groups for p in group}
         self._frozen = {p: name for p, name in names.items() if not p.requires_grad}
         self._used: set[nn.Parameter] = set()
+        self._allow_pickles: Callable[[], None] = lambda: None
         self._handles = [p.register_post_accumulate_grad_hook(self._used.add) for p in self._names]
         self._root = _Root(run)
         self._engine, self._zero, *_ = deepspeed.initialize(
@@ -66,6 +66,9 @@ class Engine:
         )
         if run.world.size > 1:
             library.agree(run)
+        if self._is_partitioned:
+            self._allow_pickles = pickles.refuse_parts(run.module)
+        self._versions = self._count_changes()
         optimizer.register_state_dict_post_hook(lambda _, state: self._whole_state(state))
         optimizer.register_load_state_dict_pre_hook(lambda _, state: self._load_state(state))
 
@@ -123,11 +126,32 @@ class Engine:
         """Clip, step, and clear the gradients; ``False`` if these are not finite."""
         for (group, _), flat in zip(self._groups, self._zero.optimizer.param_groups, strict=True):
             flat.update({name: value for name, value in group.items() if name != "params"})
+        self._keep_changes()
         self._engine.step()
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
         # DeepSpeed writes through .data, which nobody would notice.
         torch.autograd.graph.increment_version(list(self._names))
+        self._versions = self._count_changes()
         return bool(self._engine.was_step_applied())
+
+    def _count_changes(self) -> list[int]:
+        return [parameter._version for parameter in self._names]
+
+    def _keep_changes(self) -> None:
+        """Let DeepSpeed step the weights that the user has set; it steps a copy.
+
+        Raises:
+            TrainingError: ranks have parts of them.
+        """
+        counts = zip(self._names.values(), self._versions, self._count_changes(), strict=True)
+        changed = [name for name, before, after in counts if before != after]
+        if changed and self._is_partitioned:
+            raise TrainingError(
+                f"{self._label}: {changed[0]} was changed, and in stage 3 each rank has a part of "
+                "it, so the change is lost. Fix: --strategy.stage 2"
+            )
+        if changed:
+            self._zero.refresh_fp32_params()
 
     # --- checkpoints; each rank calls these -------------------------------------------------------
 
@@ -137,8 +161,9 @@ class Engine:
         if self._is_partitioned:
             for name, parameter in self._module.named_parameters(remove_duplicate=False):
                 with self._gathered(parameter):
-                    if name in state and self._keeps:
-                        state[name] = parameter.detach().cpu().clone()
+                    if name in state:
+                        value = parameter.detach()
+                        state[name] = value.cpu().clone() if self._keeps else value.new_empty(0)
         return state
 
     def load_model_state(self, state: dict[str, Any]) -> None:
@@ -146,6 +171,7 @@ class Engine:
         with self._gathered(list(self._module.parameters()), modifier_rank=0):
             self._module.load_state_dict(state)
         self._zero.refresh_fp32_params()
+        self._versions = self._count_changes()
 
     def _whole_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the user's optimizer's state, as one process has it, on rank 0."""
@@ -239,9 +265,7 @@ class Engine:
                 if self._keeps or not self._is_partitioned:
                     value = parameter.detach().clone()
                 else:
-                    value = torch.empty(_shape(parameter), dtype=parameter.dtype)
-                    if value.is_floating_point() and value.numel():
-                        value.view(-1)[0] = torch.nan
+                    value = absent_weights(_shape(parameter), parameter.dtype)
             plain[parameter] = nn.Parameter(value, parameter.requires_grad)
         self._engine.destroy()
         for module in self._module.modules():
@@ -249,8 +273,9 @@ class Engine:
             module._parameters = {n: None if p is None else plain[p] for n, p in slots}
 
     def close(self) -> None:
-        """Remove DeepSpeed's hooks, also after an error."""
+        """Remove all hooks, also after an error."""
         self._engine.destroy()
+        self._allow_pickles()
 
 
 class _Root(nn.Module):
@@ -267,6 +292,10 @@ class _Root(nn.Module):
             return self.steps(method, *args)
         with torch.autocast(self._device, torch.get_autocast_dtype(self._device)):
             return self.steps(method, *args)
+
+
+def _halves(_: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return value.flatten().chunk(2)
 
 
 def _shape(parameter: Any) -> torch.Size:

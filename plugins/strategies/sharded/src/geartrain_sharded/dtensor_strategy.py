@@ -11,16 +11,21 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.serialization import config
 
-from geartrain import GeartrainError, Module, Plan, Run, TrainingError, UsageError, World, hookimpl
+from geartrain import GeartrainError, Run, TrainingError, UsageError, World, hookimpl
+from geartrain.parallel import steps_in_parts
 from geartrain.plugin_api import is_of_user, map_tensors
 from geartrain_ddp import DDPStrategy
 from geartrain_sharded.drawn import as_one_process
-from geartrain_sharded.tensors import shard_model_state, sharded_optimizer_state, whole
+from geartrain_sharded.tensors import (
+    part_of,
+    shard_model_state,
+    sharded_optimizer_state,
+    whole,
+)
 
 
 class DTensorStrategy(DDPStrategy):
@@ -34,17 +39,6 @@ class DTensorStrategy(DDPStrategy):
     #: The rank whose random numbers weights get; ``None`` if those of all ranks are equal.
     draws: int | None = 0
     _around: ExitStack | None = None
-
-    @hookimpl  # hooks are called by argument name, so the override may add one
-    def check_plan(self, plan: Plan, module: Module | type[Module]) -> None:  # type: ignore[override]
-        super().check_plan(plan)
-        for name, part in module.named_modules() if isinstance(module, Module) else ():
-            is_sparse = isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
-            if is_sparse and part.weight.requires_grad:
-                raise UsageError(
-                    f"{plan.strategy.label}: {name} is {type(part).__name__}(sparse=True), and "
-                    "sparse gradients have no parts. Fix: sparse=False, or --strategy ddp"
-                )
 
     @hookimpl
     def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
@@ -71,7 +65,8 @@ class DTensorStrategy(DDPStrategy):
     @hookimpl  # hooks are called by argument name, so the override may add one
     def on_exception(self, run: Run, error: BaseException) -> None:  # type: ignore[override]
         super().on_exception(error)
-        if "DTensor" in str(error) and not isinstance(error, GeartrainError):
+        is_of_parts = any(text in str(error) for text in ("DTensor", "sharding strategy"))
+        if is_of_parts and not isinstance(error, GeartrainError):
             action = ".full_tensor() on every rank, or set the weights before fit"
             cause = "each rank has a part of this parameter"
             error.add_note(str(in_parts(run, error, cause, action)))
@@ -81,21 +76,17 @@ class DTensorStrategy(DDPStrategy):
         norm = yield
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    @hookimpl(wrapper=True)
-    def optimizer_step(self, run: Run, optimizer: Optimizer) -> Generator[None, Any, Any]:
-        try:
-            return (yield)
-        except RuntimeError as error:
-            if "sharding" not in str(error).lower() and "placement" not in str(error):
-                raise
-            raise TrainingError(
+    @hookimpl
+    def wrap_optimizer(self, run: Run, optimizer: Optimizer) -> Optimizer:
+        size, has_closure = run.world.size, run.loop.needs_closure
+        works = steps_in_parts(optimizer, lambda *given: [part_of(*given)], size, has_closure)
+        values = torch.tensor([works], dtype=torch.float64)
+        if not run.hooks.log_sync(run=run, values=values).all():
+            raise UsageError(
                 f"{run.plan.strategy.label}: {type(optimizer).__name__} cannot step parameters of "
                 "which each rank has a part. Fix: Adam, SGD or another one that computes each "
                 "element alone, or --strategy ddp"
-            ) from error
-
-    @hookimpl
-    def wrap_optimizer(self, run: Run, optimizer: Optimizer) -> Optimizer:
+            )
         optimizer.register_state_dict_post_hook(
             lambda _, state: map_tensors(state, partial(self._whole, run))
         )

@@ -10,51 +10,34 @@ import torch.distributed as dist
 from geartrain.parallel import CollectiveOrder
 
 
-class _Exchange:
-    """A collective of a unit.
+class Exchange:
+    """The gather of a unit's parameters, or the reduction of its gradients.
 
     Args:
         order: of the run.
-        unit: the unit's name.
+        name: to show.
         group: used instead of the default process group.
     """
 
-    def __init__(self, order: CollectiveOrder, unit: str, group: dist.ProcessGroup | None) -> None:
-        self._order, self._unit, self._group = order, unit, group
+    def __init__(self, order: CollectiveOrder, name: str, group: dist.ProcessGroup | None) -> None:
+        self._order, self._name, self._group = order, name, group
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def _in(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        return self._group if self._group and group is dist.group.WORLD else group
-
-
-class Gather(_Exchange):
-    """The gather of a unit's parameters."""
-
     def __call__(
         self,
         output_tensor: Any,
         input_tensor: Any,
         group: dist.ProcessGroup,
         async_op: bool = False,
+        **reduction: Any,
     ) -> Any:
-        self._order.expect(f"the gather of {self._unit}")
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return gather(output_tensor, input_tensor, group=self._in(group), async_op=async_op)
-
-
-class Reduction(_Exchange):
-    """The reduction of a unit's gradients."""
-
-    def __call__(
-        self,
-        output_tensor: Any,
-        input_tensor: Any,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> Any:
-        self._order.expect(f"the reduction of {self._unit}")
-        reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return reduce(output_tensor, input_tensor, op=op, group=self._in(group), async_op=async_op)
+        """Gather; or reduce and scatter, if torch passes an ``op``."""
+        self._order.expect(self._name)
+        if reduction:
+            call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        else:
+            call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        group = self._group if self._group and group is dist.group.WORLD else group
+        return call(output_tensor, input_tensor, group=group, async_op=async_op, **reduction)

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from geartrain import Module, Plan, Run, UsageError, hookimpl
 from geartrain.parallel import CollectiveOrder
 from geartrain_sharded.dtensor_strategy import DTensorStrategy, in_parts
-from geartrain_sharded.exchange import Gather, Reduction
+from geartrain_sharded.exchange import Exchange
 from geartrain_sharded.materialize import Materializer
 from geartrain_sharded.plain import PlainModules
 from geartrain_sharded.tensors import return_freed_tensors
@@ -103,7 +103,7 @@ class FSDPStrategy(DTensorStrategy):
 
     @hookimpl  # hooks are called by argument name, so the override may add one
     def check_plan(self, plan: Plan, module: Module | type[Module]) -> None:  # type: ignore[override]
-        super().check_plan(plan, module)
+        super().check_plan(plan)
         label, processes = plan.strategy.label, plan.processes or 1
         if self.offload and plan.accelerator.name != "cuda":
             raise UsageError(f"{label}: offload needs a GPU. Fix: leave it out")
@@ -158,8 +158,10 @@ class FSDPStrategy(DTensorStrategy):
         names = {part: name for name, part in run.module.named_modules()}
         for unit in [*found, model]:
             name = names.get(unit, "what is in no unit")
-            unit.set_custom_all_gather(Gather(agreement, name, group))  # type: ignore[operator]
-            unit.set_custom_reduce_scatter(Reduction(agreement, name, group))  # type: ignore[operator]
+            gather = Exchange(agreement, f"the gather of {name}", group)
+            reduction = Exchange(agreement, f"the reduction of {name}", group)
+            unit.set_custom_all_gather(gather)  # type: ignore[operator]
+            unit.set_custom_reduce_scatter(reduction)  # type: ignore[operator]
 
     @staticmethod
     def _refuse_manual(
@@ -208,6 +210,12 @@ class FSDPStrategy(DTensorStrategy):
                 "--strategy.units CLASS, of parts it calls",
             ) from error
 
+    @hookimpl(wrapper=True)
+    def backward(self) -> Generator[None, Any, Any]:  # type: ignore[override]
+        if self._usage is not None:  # the backward drops whole copies
+            self._usage.keep_changes()
+        return (yield)
+
     @hookimpl
     def reduce_gradients(self, run: Run) -> None:
         """Average the gradients of whole parameters; those of shards were during backward."""
@@ -226,20 +234,27 @@ class FSDPStrategy(DTensorStrategy):
         wholes = [each for each in new if not isinstance(each, DTensor)]
         return [*shards, *super().average_gradients(run, wholes, [new[each] for each in wholes])]
 
+    @hookimpl(wrapper=True)
+    def model_state(self, run: Run) -> Generator[None, Any, Any]:
+        self._reshard()
+        return (yield from super().model_state(run))
+
     @hookimpl
     def on_validation_end(self) -> None:
         self._reshard()
 
     def _reshard(self) -> None:
         """Drop gathered parameters, which a unit may keep after a forward without a backward."""
+        if self._usage is not None:
+            self._usage.keep_changes()
         for unit in self._units:
             unit.reshard()  # type: ignore[operator]
 
     @hookimpl
     def on_run_end(self, run: Run) -> None:
+        self._reshard()  # a plugin may have run a forward since then
         if self._usage is not None:
             self._usage.remove()
-        self._reshard()  # a plugin may have run a forward since then
         if self._plain is not None:
             self._plain.restore(partial(self._whole, run), run.world.rank == 0)
 

@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.tensor import DTensor
 
+from geartrain.parallel import absent_weights
+
 #: Dicts of a module in which ``fully_shard`` registers hooks.
 _HOOKS = (
     "_forward_hooks",
@@ -41,9 +43,8 @@ class PlainModules:
 
         Args:
             whole: gathers a parameter.
-            keeps: True on the rank that gets the values. On others they are arbitrary, with a NaN
-                in each parameter, so that nobody takes them for weights. A next run gets them from
-                rank 0.
+            keeps: True on the rank that gets the values. On others each parameter has a NaN. A
+                next run gets them from rank 0.
         """
         plain: dict[int, nn.Parameter] = {}  # by the shard, so that tied weights stay tied
         for module, cls in self._classes.items():
@@ -63,11 +64,9 @@ class PlainModules:
 
 def _plain(shard: Any, whole: Callable[[Any], torch.Tensor], keeps: bool) -> nn.Parameter:
     value = whole(shard)
-    if not keeps:
-        value = torch.empty(shard.shape, dtype=shard.dtype)  # its pages take no memory
-        if value.is_floating_point() and value.numel():
-            value.view(-1)[0] = torch.nan
-    return nn.Parameter(value, shard.requires_grad)
+    return nn.Parameter(
+        value if keeps else absent_weights(shard.shape, shard.dtype), shard.requires_grad
+    )
 
 
 def _is_fsdp(hook: Any) -> bool:

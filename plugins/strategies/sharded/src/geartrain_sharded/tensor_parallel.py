@@ -108,7 +108,7 @@ class TensorParallelStrategy(DTensorStrategy):
 
     @hookimpl  # hooks are called by argument name, so the override may add one
     def check_plan(self, plan: Plan, module: Module | type[Module]) -> None:  # type: ignore[override]
-        super().check_plan(plan, module)
+        super().check_plan(plan)
         label, processes = plan.strategy.label, plan.processes or 1
         if self.size is not None and processes % self.size:
             message = f"{label}: {processes} ranks are no multiple of size={self.size}"
@@ -119,8 +119,14 @@ class TensorParallelStrategy(DTensorStrategy):
         if not any(self.names.values()):
             message = f"{label}: no layer is named, so each rank would have the whole model"
             raise UsageError(f"{message}. Fix: --strategy.colwise NAME --strategy.rowwise NAME")
+        compiled = [part.label for part in plan.plugins if part.name == "compile"]
         if isinstance(module, Module):
             self._splits(module, label)
+            parts = module.named_modules()
+            compiled += [name or "the module" for name, part in parts if _is_compiled(part)]
+        if compiled:
+            message = f"{label}: {compiled[0]}: torch cannot compile a step that mixes DTensors"
+            raise UsageError(f"{message} and tensors. Fix: leave it out, or --strategy fsdp")
 
     def _splits(self, module: nn.Module, label: str) -> dict[nn.Parameter, Shard]:
         """Return the placements of the split parameters.
@@ -182,7 +188,7 @@ class TensorParallelStrategy(DTensorStrategy):
         for name, part in run.module.named_modules():
             ways = {way for way, names in self.names.items() for n in names if _is_named(name, n)}
             if ways:  # gloo would end the process if a rank ran another layer
-                hook = partial(self._expect_layer, f"the forward of {name}")
+                hook = partial(self._expect, f"the forward of {name}")
                 self._handles.append(part.register_forward_pre_hook(hook))
             if "rowwise" in ways:
                 self._handles.append(part.register_forward_hook(_with_whole_output))
@@ -206,7 +212,7 @@ class TensorParallelStrategy(DTensorStrategy):
     def forward(self, run: Run, method: str, args: tuple[Any, ...]) -> Generator[None, Any, Any]:
         self._expect(f"the forward of {method}")
         self._check_same(run, args[0])
-        with _explained(run), implicit_replication():
+        with _explained(run), _replicating():
             return map_tensors((yield), _whole)
 
     def _check_same(self, run: Run, batch: Any) -> None:
@@ -235,7 +241,7 @@ class TensorParallelStrategy(DTensorStrategy):
     @hookimpl(wrapper=True)
     def backward(self, run: Run) -> Generator[None, Any, Any]:
         self._expect("the backward")
-        with _explained(run), implicit_replication():
+        with _explained(run), _replicating():
             return (yield)
 
     @hookimpl
@@ -245,10 +251,7 @@ class TensorParallelStrategy(DTensorStrategy):
             trained = [each for each in run.model.parameters() if each.requires_grad]
             self.average_gradients(run, trained, [each.grad is not None for each in trained])
 
-    def _expect_layer(self, name: str, _layer: nn.Module, _inputs: Any) -> None:
-        self._expect(name)
-
-    def _expect(self, name: str) -> None:
+    def _expect(self, name: str, *_: object) -> None:
         if self._agreement is not None:
             self._agreement.expect(name)
 
@@ -277,10 +280,15 @@ class TensorParallelStrategy(DTensorStrategy):
                 found.append(each)
         return found
 
+    @hookimpl
+    def wrap_optimizer(self, run: Run, optimizer: Optimizer) -> Optimizer:
+        with _replicating():
+            return super().wrap_optimizer(run, optimizer)
+
     @hookimpl(wrapper=True)
-    def optimizer_step(self, run: Run, optimizer: Optimizer) -> Generator[None, Any, Any]:
-        with implicit_replication():
-            return (yield from super().optimizer_step(run, optimizer))
+    def optimizer_step(self) -> Generator[None, Any, Any]:
+        with _replicating():
+            return (yield)
 
     @hookimpl
     def all_gather(self, run: Run, tensor: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
@@ -308,9 +316,10 @@ def _mesh(run: Run, shape: tuple[int, int]) -> DeviceMesh:
     names = ("data", "model")
     if dist.get_backend() != "gloo":
         return init_device_mesh(run.device.type, shape, mesh_dim_names=names)
-    numbers, groups = torch.arange(run.world.size).view(shape), []
-    for table in (numbers.T.tolist(), numbers.tolist()):
-        groups.append({run.world.rank in ranks: dist.new_group(ranks) for ranks in table}[True])
+    numbers = torch.arange(run.world.size).view(shape)
+    tables = numbers.T.tolist(), numbers.tolist()
+    split: Any = dist.new_subgroups_by_enumeration
+    groups = [split(table)[0] for table in tables]
     return DeviceMesh.from_group(groups, run.device.type, numbers, mesh_dim_names=names)
 
 
@@ -323,6 +332,21 @@ def _explained(run: Run) -> Iterator[None]:
             raise
         cause = "torch cannot compute this with parts of layers"
         raise in_parts(run, error, cause, "--strategy fsdp") from error
+
+
+@contextmanager
+def _replicating() -> Iterator[None]:
+    """Let operations of DTensors take tensors that each rank has whole.
+
+    In manual optimisation a backward is within a step. torch's function would end it for the step.
+    """
+    dispatcher = DTensor._op_dispatcher
+    before = dispatcher._allow_implicit_replication
+    try:
+        with implicit_replication():
+            yield
+    finally:
+        dispatcher._allow_implicit_replication = before
 
 
 def _is_named(name: str, pattern: str) -> bool:
@@ -339,6 +363,11 @@ def _split(layer: nn.Module, way: str, label: str) -> Iterator[tuple[nn.Paramete
         parameter = layer._parameters[name]
         if parameter is not None:
             yield parameter, Shard(dim)
+
+
+def _is_compiled(part: nn.Module) -> bool:
+    """True for ``torch.compile(part)``, and after ``part.compile()``."""
+    return "_orig_mod" in part._modules or part._compiled_call_impl is not None
 
 
 def _is_metric(part: nn.Module) -> bool:

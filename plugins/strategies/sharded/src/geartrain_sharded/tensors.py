@@ -84,13 +84,17 @@ def sharded_as(value: Any, like: torch.Tensor) -> Any:
         value: anything; only a tensor of the shape of ``like`` is sharded.
         like: a parameter.
     """
-    if not isinstance(like, DTensor) or not isinstance(value, torch.Tensor):
+    is_whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    return part_of(like, value) if is_whole and value.shape == like.shape else value
+
+
+def part_of(like: torch.Tensor, value: torch.Tensor) -> Any:
+    """Return this rank's part of a tensor that every rank has, split as a parameter is."""
+    if not isinstance(like, DTensor):
         return value
-    if isinstance(value, DTensor) or value.shape != like.shape:
-        return value
-    value = value.to(like.device)
+    value, placements = value.to(like.device), list(like.placements)
     # Without a source no rank sends anything: each takes its shard of its own copy.
-    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+    return distribute_tensor(value, like.device_mesh, placements, src_data_rank=None)
 
 
 def shard_model_state(state: dict[str, Any], present: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from geartrain import Run, TrainingError
 from geartrain.plugin_api import map_tensors
+from geartrain_sharded.tensors import part_of
 
 
 class Usage:
@@ -41,6 +42,10 @@ class Usage:
         self._used: set[str] = set()
         #: Name -> the whole parameter, which is the same object in each forward.
         self._wholes: dict[str, torch.Tensor] = {}
+        #: torch's count of the changes of each; a gather is no change.
+        self._versions: list[int] = []
+        #: The names of those that were trained.
+        self._trained: set[str] = set()
         names = {id(each): name for name, each in self._parameters.items()}
         self._handles = []
         for number, unit in enumerate([*units, model]):
@@ -61,8 +66,11 @@ class Usage:
         self._order.append(number)
         for part, slot, name in slots:
             whole: Any = part._parameters[slot]
-            if whole.requires_grad and name not in self._wholes:
+            if name not in self._wholes and not whole.is_inference():
                 self._wholes[name] = whole
+                self._versions.append(whole._version)
+            if whole.requires_grad and name not in self._trained:
+                self._trained.add(name)
                 whole.register_post_accumulate_grad_hook(partial(self._uses, name))
 
     def _ran(self, _unit: nn.Module, _inputs: Any, output: Any) -> None:
@@ -88,6 +96,29 @@ class Usage:
     def _uses(self, name: str, _parameter: torch.Tensor) -> None:
         self._used.add(name)
 
+    @torch.no_grad()
+    def keep_changes(self) -> None:
+        """Change the parts as the user has changed whole copies, before these are dropped.
+
+        Raises:
+            TrainingError: a changed copy was dropped before, or has another dtype.
+        """
+        versions = [whole._version for whole in self._wholes.values()]
+        if versions == self._versions:
+            return
+        before, self._versions = self._versions, versions
+        for (name, whole), old, new in zip(self._wholes.items(), before, versions, strict=True):
+            if old == new:
+                continue
+            parameter = self._parameters[name]
+            if whole.dtype != parameter.dtype or not whole.untyped_storage().size():
+                raise TrainingError(
+                    f"{self._label}: {name} was changed in a forward, where ranks have whole "
+                    "copies, and the change is lost. "
+                    "Fix: change it in on_train_batch_start or on_train_batch_end"
+                )
+            parameter.copy_(part_of(parameter, whole.detach()))
+
     def check(self, run: Run, finds_unused: bool) -> None:
         """Compare with the other ranks, and begin again; a collective.
 
@@ -101,6 +132,8 @@ class Usage:
         """
         label, rank = run.plan.strategy.label, run.world.rank
         for name, whole in self._wholes.items():
+            if name not in self._trained:
+                continue
             if whole.requires_grad != self._parameters[name].requires_grad:
                 raise TrainingError(
                     f"{label}: requires_grad of {name} was changed in a forward, where ranks have "
