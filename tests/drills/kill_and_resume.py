@@ -421,8 +421,9 @@ def values(state: Any, path: str = "") -> dict[str, Any]:
     return {k: v for key, item in items for k, v in values(item, f"{path}.{key}").items()}
 
 
-#: Random ids, paths, files that are no longer there, and the number of moments.
-UNCOMPARED = ("identity", "output", "replaced", "moments")
+#: Random ids, paths, files that are no longer there, and the number of moments. torch adds
+#: ``differentiable`` to an optimizer's defaults at a load, and so to its later groups.
+UNCOMPARED = ("identity", "output", "replaced", "moments", "differentiable")
 
 
 def lines(folder: Path) -> dict[str, Any]:

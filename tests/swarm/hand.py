@@ -22,6 +22,7 @@ def train(draw: Draw, batches: dict[str, Any]) -> dict[str, Any]:
     optimizers, schedules = made if isinstance(made, tuple) else (made, [])
     schedulers = [schedule["scheduler"] for schedule in schedules]
     manual = draw.optimisation == "manual"
+    clips = draw.clip or "fit.Module.configure_gradient_clipping" in draw.implied
     steps = 0
     for epoch in epochs.values():
         total, count, left = 0.0, 0, iter(epoch)
@@ -33,7 +34,7 @@ def train(draw: Draw, batches: dict[str, Any]) -> dict[str, Any]:
                 for batch in window:
                     loss = model.loss(batch) / len(window)
                     loss.backward()
-                if draw.clip and not manual:
+                if clips and not manual:
                     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
                 return loss.detach()
 
