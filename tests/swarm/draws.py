@@ -164,6 +164,11 @@ def without_validation_hook(choose: random.Random, made: Draw, strategies: list[
     return replace(made, hook="" if "validation" in made.hook else made.hook)
 
 
+def without_swa(choose: random.Random, made: Draw, strategies: list[str]) -> Draw:
+    """Until ``fit`` is done, ``swa`` has the average beside the weights that a test loads."""
+    return replace(made, plugins=tuple(name for name in made.plugins if name != "swa"))
+
+
 #: What a border needs, or cannot promise.
 LIMITS: dict[str, Callable[[random.Random, Draw, list[str]], Draw]] = {
     "ranks": on_strategies,
@@ -172,6 +177,7 @@ LIMITS: dict[str, Callable[[random.Random, Draw, list[str]], Draw]] = {
     "death": on_elastic,
     "by_hand": in_a_loop,
     "sanity": without_validation_hook,
+    "evaluate": without_swa,
 }
 
 
