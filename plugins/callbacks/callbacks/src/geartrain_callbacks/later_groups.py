@@ -65,7 +65,8 @@ def check_optimizer(owner: str, optimizer: Optimizer, later: Sequence[nn.Paramet
         parameter.grad = torch.ones_like(parameter)
     try:
         first = [_small(parameter) for parameter in parameters_of([optimizer])[:1]]
-        alike: Any = type(optimizer)(first, **optimizer.defaults)
+        group = {**optimizer.param_groups[0], "params": first}
+        alike: Any = type(optimizer)([group])  # type: ignore[call-arg]
         alike.add_param_group({"params": small})
     except (TypeError, ValueError):  # a class with arguments of its own: only its step tells
         return
