@@ -43,10 +43,13 @@ class ChangesFirst(Net):
 
 
 class Changes(ChangesFirst):
-    """Also changes one between forward and backward."""
+    """Also changes one between forward and backward, and one past torch's count of changes."""
 
     def on_before_backward(self, loss):
         self.change(self.last)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.second.weight.data.mul_(0.9)
 
 
 #: By name: the module's class and arguments, the trainer's options; each has 20 steps or so.

@@ -138,20 +138,21 @@ class Engine:
         return [parameter._version for parameter in self._names]
 
     def _keep_changes(self) -> None:
-        """Let DeepSpeed step the weights that the user has set; it steps a copy.
+        """Let DeepSpeed step the weights that the user may have set; it steps a copy.
 
         Raises:
-            TrainingError: ranks have parts of them.
+            TrainingError: they were set, and ranks have parts of them.
         """
+        if not self._is_partitioned:  # nothing counts changes through .data
+            self._zero.refresh_fp32_params()
+            return
         counts = zip(self._names.values(), self._versions, self._count_changes(), strict=True)
         changed = [name for name, before, after in counts if before != after]
-        if changed and self._is_partitioned:
+        if changed:
             raise TrainingError(
                 f"{self._label}: {changed[0]} was changed, and in stage 3 each rank has a part of "
                 "it, so the change is lost. Fix: --strategy.stage 2"
             )
-        if changed:
-            self._zero.refresh_fp32_params()
 
     # --- checkpoints; each rank calls these -------------------------------------------------------
 

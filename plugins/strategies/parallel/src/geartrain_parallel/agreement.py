@@ -34,8 +34,8 @@ def check(run: Run, begins: bool) -> None:
     weights = _whole_weights(run) if is_alike else {}
     facts, sums = {**_frozen(run), **_changes(run)}, _sums(weights)
     facts |= _options(run) if is_alike else {}
-    digest = [zlib.crc32(repr(part).encode()) for part in (facts, sums)]
-    local = torch.tensor(digest, dtype=torch.float64)
+    pair = [zlib.crc32(repr(part).encode()) for part in (facts, sums)]
+    local = torch.tensor(pair, dtype=torch.float64)
     digests = run.hooks.log_sync(run=run, values=local).tolist()
     most = max(digests, key=digests.count)  # the first of these, if several are as frequent
     usual, other = digests.index(most), next((i for i, d in enumerate(digests) if d != most), None)
