@@ -39,7 +39,7 @@ def main() -> int:
     import torch._dynamo
 
     torch.set_num_threads(1)
-    from tests.swarm import borders, draws, faults, pools
+    from tests.swarm import borders, draws, pools
 
     warm(pools)
     gc.freeze()  # a collection in a fork would copy the shared memory
@@ -58,11 +58,8 @@ def main() -> int:
     for number, draw in chosen:
         start = time.monotonic()
         verdict, text = borders.outcome(draw, folder)
-        if verdict in ("wrong", "hang"):
-            if (reason := faults.reason(draw)) and not given.draw:
-                verdict, text = "known", reason
-            elif given.shrink:
-                draw, text = shrunk(draw, text, folder)
+        if verdict in ("wrong", "hang") and given.shrink:
+            draw, text = shrunk(draw, text, folder)
         seconds = round(time.monotonic() - start, 2)
         found.append(
             {"number": number, "draw": str(draw), "border": draw.border, "outcome": verdict}
@@ -74,7 +71,7 @@ def main() -> int:
             given.json.write_text(json.dumps(found, indent=1))
     shutil.rmtree(temporary)
     counts = Counter((line["border"], line["outcome"]) for line in found)
-    kinds = ("equal", "refused", "wrong", "hang", "known")
+    kinds = ("equal", "refused", "wrong", "hang")
     print(f"{'border':<16}" + "".join(f"{kind:>9}" for kind in kinds))
     for border in sorted({line["border"] for line in found}):
         print(f"{border:<16}" + "".join(f"{counts[border, kind]:>9}" for kind in kinds))

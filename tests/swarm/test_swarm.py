@@ -14,7 +14,6 @@ import pytest
 from geartrain_testing.launching import HAS_PROC
 
 from .borders import BORDERS
-from .faults import FAULTS
 
 #: Draws that were wrong before a fault was mended.
 MENDED = [
@@ -76,11 +75,3 @@ def test_a_mended_fault_stays_mended(tmp_path):
 def test_many_draws_across_a_border(border, tmp_path):
     number = "6" if border == "death" else "30"
     assert failures(outcomes(tmp_path, "--draws", number, "--seed", "1", "--border", border)) == []
-
-
-@pytest.mark.skipif(not FAULTS, reason="no fault is known")
-def test_a_known_fault_still_fails(tmp_path):
-    """An entry of faults.py whose example no longer fails must go."""
-    examples = [text for fault in FAULTS for text in ("--draw", fault.example)]
-    lines = outcomes(tmp_path, *examples)
-    assert [line["draw"] for line in lines if line["outcome"] not in ("wrong", "hang")] == []
