@@ -21,7 +21,7 @@ from .program import KILLED, Draw, program
 #: Strategies that start processes of their own: torch is imported again, which takes seconds.
 STARTS_PROCESSES = ("ddp_spawn", "spawn", "elastic")
 #: Strategies whose ranks are all in one process.
-ONE_PROCESS = ("single", "threads", "dp", *STARTS_PROCESSES)
+ONE_PROCESS = ("single", "threads", "dp", "ddp2", *STARTS_PROCESSES)
 #: Relative tolerances by precision, if additions have another order.
 TOLERANCE = {"64-true": 1e-7, "32-true": 2e-3}
 SECONDS = {True: 90.0, False: 40.0}

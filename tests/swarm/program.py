@@ -562,7 +562,7 @@ class Ends:
         module.results = {
             "optimizers": [o.state_dict() for o in run.optimizers],
             "schedulers": [s.scheduler.state_dict() for s in run.schedulers],
-            "metrics": {n: value for n, value in run.metrics.items() if "per_sec" not in n},
+            "metrics": {n: v for n, v in run.metrics.items() if not n.startswith(OF_PROCESS)},
             "counters": [run.step, run.epoch],
             "trace": module.trace,
             "batches": module.batches,
@@ -571,7 +571,9 @@ class Ends:
 
 
 #: Plugins whose state is a time.
-TIMED = ("Timer", "Throughput")
+TIMED = ("Timer", "Throughput", "ThroughputMonitor")
+#: Metrics of the throughput plugins: speeds, and totals of a process.
+OF_PROCESS = ("device/", "global/", "train/")
 
 
 def program(draw: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
