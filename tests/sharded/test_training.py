@@ -260,6 +260,15 @@ class Saves(Net):
             torch.save(self.get(self), "weights.pt")
 
 
+class SavesWithin(Net):
+    """Saves a checkpoint in a step in which no parameter is in a unit."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.trainer.save_checkpoint("within.ckpt")
+        return loss
+
+
 class ChangesAlone(Net):
     """Rank 1 alone changes its part of a weight."""
 
@@ -289,7 +298,9 @@ def go_wrong(runs):
     }
     kinds |= {"frozen": Net(freezes=True), "logs": Logs(), "reads": Reads(), "manual": Manual()}
     kinds |= {"lone change": ChangesAlone(), "change in a unit": ChangesInUnit()}
-    module, options = kinds.get(runs) or Skips(runs), {} if runs in ("frozen", "manual") else UNITS
+    kinds["saves within"] = SavesWithin()
+    without = ("frozen", "manual", "saves within")
+    module, options = kinds.get(runs) or Skips(runs), {} if runs in without else UNITS
     trainer = one_trainer(strategy="fsdp", strategy_options=options, devices=2)
     trainer.fit(module, DataLoader(samples(), 6))
 
@@ -318,6 +329,7 @@ def go_wrong(runs):
             (f"saves {part}", r"rank 0 pickles a parameter.* call trainer.save_checkpoint\(path\)")
             for part in ("weights", "parameter")
         ),
+        ("saves within", r"rank \d saves a checkpoint within a forward, which needs whole weights"),
         ("lone change", r"rank 1 differs from rank 0: the number of changes of first.weight is "),
         ("change in a unit", r"extra.bias was changed in a forward, where .* the change is lost"),
         ("frozen", r"requires_grad of second.weight was changed in a forward"),

@@ -23,8 +23,9 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from geartrain import Module, Plan, Run, UsageError, hookimpl
+from geartrain import Module, Plan, Run, TrainingError, UsageError, hookimpl
 from geartrain.parallel import CollectiveOrder
 from geartrain_sharded.dtensor_strategy import DTensorStrategy, in_parts
 from geartrain_sharded.exchange import Exchange
@@ -233,6 +234,24 @@ class FSDPStrategy(DTensorStrategy):
         shards = [each for each, has in new.items() if has and isinstance(each, DTensor)]
         wholes = [each for each in new if not isinstance(each, DTensor)]
         return [*shards, *super().average_gradients(run, wholes, [new[each] for each in wholes])]
+
+    @hookimpl
+    def wrap_optimizer(self, run: Run, optimizer: Optimizer) -> Optimizer:
+        optimizer.register_state_dict_pre_hook(partial(self._drop_wholes, run))
+        return super().wrap_optimizer(run, optimizer)
+
+    def _drop_wholes(self, run: Run, _: Optimizer) -> None:
+        """Let the module have the optimizer's parameters, as checkpoints name them.
+
+        Raises:
+            TrainingError: a forward still needs whole copies.
+        """
+        self._reshard()
+        if self._usage is not None and self._usage.has_wholes(run.module):
+            raise TrainingError(
+                f"{run.plan.strategy.label}: rank {run.world.rank} saves a checkpoint within a "
+                "forward, which needs whole weights. Fix: save it in on_train_batch_end"
+            )
 
     @hookimpl(wrapper=True)
     def model_state(self, run: Run) -> Generator[None, Any, Any]:

@@ -96,6 +96,10 @@ class Usage:
     def _uses(self, name: str, _parameter: torch.Tensor) -> None:
         self._used.add(name)
 
+    def has_wholes(self, module: nn.Module) -> bool:
+        """Return whether the module has whole copies now, instead of this rank's parts."""
+        return not {*map(id, self._wholes.values())}.isdisjoint(map(id, module.parameters()))
+
     @torch.no_grad()
     def keep_changes(self) -> None:
         """Change the parts as the user has changed whole copies, before these are dropped.
