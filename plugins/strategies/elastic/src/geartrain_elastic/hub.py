@@ -416,7 +416,8 @@ class Hub:
 def _apart(first: int, name: str, rank: int, other: str) -> str:
     return (
         f"rank {first} is in {name}, and rank {rank} in {other}: processes would deadlock. "
-        "Fix: call the same collectives in the same order on all ranks"
+        "Fix: call the same collectives in the same order on all ranks, and give modules the same "
+        "parameters"
     )
 
 

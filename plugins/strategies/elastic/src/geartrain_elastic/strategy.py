@@ -14,6 +14,7 @@ from datetime import timedelta
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, ClassVar
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -170,14 +171,15 @@ class ElasticStrategy:
 
     @hookimpl
     def reduce_gradients(self, run: Run) -> None:
-        parameters = list(run.parameters_of_step().values())  # ranks may have frozen others
+        named = run.parameters_of_step()  # also frozen ones: ranks may have frozen others
+        parameters = list(named.values())
         # As DDP: the next forward has rank 0's buffers. Rank 0 also says if a snapshot is due.
         buffers, data = list(run.module.buffers()), b""
         if run.world.rank == 0:
             assert self.hub is not None
             data = bytes([self.hub.is_due()]) + _bytes_of(buffers)
         grads = [p.grad if p.requires_grad else None for p in parameters]
-        sent = self._reduce(run, parameters, grads, data).data[0]
+        sent = self._reduce(run, named, parameters, grads, data).data[0]
         self._snapshot_is_due |= bool(sent[0])
         _copy(buffers, sent[1:])
 
@@ -190,12 +192,13 @@ class ElasticStrategy:
             The parameters whose gradients were averaged.
         """
         grads = [p.grad if new else None for p, new in zip(parameters, changed, strict=True)]
-        result = self._reduce(run, parameters, grads)
+        result = self._reduce(run, dict(run.module.named_parameters()), parameters, grads)
         return [parameters[index] for indices, _ in result.means for index in indices]
 
     def _reduce(
         self,
         run: Run,
+        names: Iterable[str],
         parameters: Sequence[nn.Parameter],
         grads: Sequence[torch.Tensor | None],
         data: bytes = b"",
@@ -206,7 +209,9 @@ class ElasticStrategy:
                 "Fix: sparse=False in nn.Embedding"
             )
         gradients = Gradients(grads, parameters)
-        name = f"the reduction of {len(parameters)} gradients"
+        # Gradients have no names on their way: ranks must have named parameters alike.
+        number = crc32(",".join(names).encode())
+        name = f"the reduction of {len(parameters)} gradients (number {number} of names)"
         result = self._exchange(run, Call(name, data, gradients))
         means, current = [], []
         for index, mean in spread(result.means, parameters):
