@@ -80,7 +80,7 @@ API_SECTIONS = {
     ),
     "The module and its optimizers": (
         *("StepForwarder", "overridden", "OVERRIDES", "match_names", "parameters_of"),
-        "load_optimizer",
+        *("load_optimizer", "step_optimizer", "plain_step", "put_off_compiler"),
     ),
     "Nested values": ("map_tensors", "map_nested", "move", "not_plain"),
     "Metrics and loggers": (

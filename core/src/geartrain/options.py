@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -36,6 +37,11 @@ _CHOICES: Mapping[str, tuple[bool | str, ...]] = {
     "deterministic": (True, False, "warn"),
     **dict.fromkeys(("inference_mode", "detect_anomaly", "sync_batchnorm"), (True, False)),
 }
+
+
+def takes_shortcuts() -> bool:
+    """False if ``GEARTRAIN_PLAIN=1``: nothing is left out of what torch does. No bit changes."""
+    return os.environ.get("GEARTRAIN_PLAIN", "") in ("", "0")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 import torch
-from small_models import CountsInPlace, EvalNet, loader, trainer
+from small_models import CountsInPlace, EvalNet, loader, samples, trainer
 from torch import nn
+from torch.utils.data import DataLoader
 
 import geartrain as gt
 from geartrain import Layout, World, hookimpl
@@ -134,7 +135,7 @@ def test_by_default_model_optimizer_and_loader_are_the_users_own():
             self.optimizer = super().configure_optimizers()
             return self.optimizer
 
-    net, batches, one = Keeps(), loader(), trainer()
+    net, batches, one = Keeps(), DataLoader(list(samples()), 4), trainer()
     one.fit(net, batches)
     assert one.run.optimizers == [net.optimizer]
     assert one.run.stages["train"].loaders == [batches]

@@ -20,6 +20,7 @@ from geartrain.launch.signals import raise_on_signals
 from geartrain.loop.fit import train_step
 from geartrain.loop.ranks import RankCoordinator
 from geartrain.loop.run import Run, World
+from geartrain.loop.shortcuts import step_optimizer
 from geartrain.plan import Layout, PlanRequest
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -104,7 +105,7 @@ class Defaults:
     def optimizer_step(
         self, run: Run, optimizer: Optimizer, closure: Callable[[], Any] | None
     ) -> bool | None:
-        optimizer.step() if closure is None else optimizer.step(closure)
+        step_optimizer(optimizer) if closure is None else optimizer.step(closure)
         return None
 
     @hookimpl

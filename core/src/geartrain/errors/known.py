@@ -8,7 +8,7 @@ generated: distributions
 geartrain-bagua strategy bagua
 geartrain-callbacks precision 16-mixed 64-true bf16-mixed bf16-true
 geartrain-callbacks plugin accumulation_scheduler async_checkpoint backbone_finetuning compile csv
-geartrain-callbacks plugin detect_anomaly deterministic early_stopping ema evaluation_outputs
+geartrain-callbacks plugin detect_anomaly deterministic early_stopping ema evaluation_outputs fast
 geartrain-callbacks plugin lr_monitor manual_optimisation model_checkpoint model_summary nan_guard
 geartrain-callbacks plugin norms overfit overrides partial_weights prediction_writer progress
 geartrain-callbacks plugin progress_lines provenance reload_dataloaders swa throughput
@@ -23,7 +23,7 @@ geartrain-elastic strategy elastic
 geartrain-elastic command scale
 geartrain-horovod strategy horovod
 geartrain-mlflow plugin mlflow
-geartrain-monitor plugin device_stats profile
+geartrain-monitor plugin capture_check device_stats profile
 geartrain-mps accelerator mps
 geartrain-parallel plugin sync_batchnorm
 geartrain-port command port

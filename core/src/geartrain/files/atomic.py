@@ -140,7 +140,7 @@ class AppendedFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self._name = path, str(path)  # pathlib takes several times as long
         self._open()
 
     def _open(self) -> None:
@@ -158,16 +158,16 @@ class AppendedFile:
         Raises:
             TrainingError: it could not be written, as on a full disk. The file is as before.
         """
-        if not self.path.exists():  # otherwise the lines would vanish with the open file
+        if not os.path.exists(self._name):  # otherwise the lines would vanish with the open file
             message = f"{self.path} was removed or moved during the run"
             warn(f"{message}. A new file has only what comes from here on")
             self._file.close()
             make_folder(self.path.parent)
             self._open()
-        remaining = memoryview(data)
         try:
-            while remaining:
-                remaining = remaining[self._file.write(remaining) :]
+            written = self._file.write(data)
+            while written < len(data):
+                written += self._file.write(memoryview(data)[written:])
         except OSError as error:
             self._file.truncate(self.size)
             raise TrainingError(reason(self.path, error)) from error

@@ -329,7 +329,9 @@ class Run:
             UsageError: it returned none of its forms.
         """
         from geartrain.loop.optimizers import read_optimizers
+        from geartrain.loop.shortcuts import put_off_compiler
 
+        put_off_compiler()
         optimizers, self.schedulers = read_optimizers(self.module.configure_optimizers())
         if any(schedule.reduce_on_plateau for schedule in self.schedulers):
             plateaus = import_from("geartrain_callbacks.plateaus", "ReduceLROnPlateau in fit")

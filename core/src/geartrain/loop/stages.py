@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from geartrain.checkpoint.training_state import set_random
 from geartrain.data.loaders import describe, each_loader, end_workers, loader_batch_size
+from geartrain.data.rows import with_rows_at_once
 from geartrain.data.stage import Stage, with_indexed_batches
 from geartrain.errors import UsageError, warn
 from geartrain.loop.step_forwarder import check_loader_count
@@ -59,7 +60,10 @@ def set_up_loaders(run: Run, stages: Sequence[str] | None = None) -> None:
 
 def _sharded(run: Run, stage: str, loader: Iterable[Any]) -> Iterable[Any]:
     shard: Iterable[Any] = run.hooks.shard_dataloader(run=run, loader=loader, stage=stage)
-    return with_indexed_batches(shard, run.plan.resumes) if run.command == "fit" else shard
+    if run.command == "fit":
+        shard = with_indexed_batches(shard, run.plan.resumes)
+    shard = with_rows_at_once(shard)
+    return shard
 
 
 def end_all_workers(run: Run) -> None:

@@ -149,13 +149,18 @@ class MetricStore:
         if rank_zero_only and run.world.rank != 0:
             return
         metric.step = run.step + in_step
-        if value.__class__ is not float:
+        if value.__class__ is torch.Tensor and value.is_cpu and value.dtype is torch.float32:
+            # The checks of `scalar` cost 4 µs.
+            value = value.item() if value.numel() == 1 else scalar(name, value)
+        elif value.__class__ is not float:
             if isinstance(value, nn.Module):
                 self._keep(metric, value)
                 return
             value = scalar(name, value)
         if batch_size is None:
-            batch_size = self._sized[1] if self._sized[0] is batch else self._size(batch)
+            batch_size = 1  # weights matter for several values, or ranks
+            if metric.spec.on_epoch or metric.spec.sync_dist:
+                batch_size = self._sized[1] if self._sized[0] is batch else self._size(batch)
         elif batch_size.__class__ is not int or batch_size < 0:
             batch_size = check_batch_size(name, batch_size)
         if metric.spec.on_epoch:

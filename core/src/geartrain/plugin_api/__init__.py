@@ -32,8 +32,9 @@ __all__ = [  # noqa: F405
     "TrainerBase", "check_attributes", "check_module", "close_batches", "detect", "drawing_from",
     "experiment", "is_of_user", "length", "libraries", "load_optimizer", "map_nested",
     "map_tensors", "match_names", "move", "nearest", "not_plain", "overridden", "parameters_of",
-    "raise_on_signals", "read_checkpoint", "reductions", "remove_abandoned", "replacing",
-    "user_path", "warn", "with_samplers", "write_instead",
+    "plain_step", "put_off_compiler", "raise_on_signals", "read_checkpoint", "reductions",
+    "remove_abandoned", "replacing", "step_optimizer", "user_path", "warn", "with_samplers",
+    "write_instead",
 ]
 # fmt: on
 

@@ -9,6 +9,7 @@ from geartrain.data.stage import Stage, with_samplers
 from geartrain.launch.signals import raise_on_signals
 from geartrain.loop.optimizers import parameters_of
 from geartrain.loop.ranks import RankCoordinator
+from geartrain.loop.shortcuts import plain_step, put_off_compiler, step_optimizer
 from geartrain.loop.step_forwarder import StepForwarder, check_module
 from geartrain.metrics import reductions
 from geartrain.metrics.experiment import experiment

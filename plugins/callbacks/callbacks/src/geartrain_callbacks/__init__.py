@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from geartrain_callbacks.combined import CombinedLoader
     from geartrain_callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
     from geartrain_callbacks.ema import EMA
+    from geartrain_callbacks.fast import Fast
     from geartrain_callbacks.finetuning import BackboneFinetuning, BaseFinetuning
     from geartrain_callbacks.lambda_callback import LambdaCallback
     from geartrain_callbacks.lr_monitor import LearningRateMonitor
@@ -48,6 +49,7 @@ __all__ = [
     "EMAWeightAveraging",
     "EarlyStopping",
     "EarlyStoppingReason",
+    "Fast",
     "GradientAccumulationScheduler",
     "Histogram",
     "LambdaCallback",
@@ -82,6 +84,7 @@ _NAMES = {
     "combined": "CombinedLoader",
     "early_stopping": "EarlyStopping EarlyStoppingReason",
     "ema": "EMA",
+    "fast": "Fast",
     "finetuning": "BackboneFinetuning BaseFinetuning",
     "lambda_callback": "LambdaCallback",
     "lr_monitor": "LearningRateMonitor",

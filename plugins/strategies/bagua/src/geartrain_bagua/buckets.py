@@ -71,7 +71,7 @@ class Bucket:
     def _with_gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the views and gradients of the parameters that have a gradient."""
         grads = [parameter.grad for parameter in self.parameters]
-        if None not in grads:
+        if all(grad is not None for grad in grads):  # `None in` asks each tensor `== None`
             return self.views, grads  # type: ignore[return-value]
         return [view for view, grad in zip(self.views, grads, strict=True) if grad is not None], [
             g for g in grads if g is not None

@@ -164,10 +164,23 @@ def session_optimizer(optimizer: Optimizer, stepper: Stepper) -> Any:
 
     It shares state and groups. Its class is a subclass of the optimizer's, as schedulers expect.
     """
-    cls = type(type(optimizer).__name__, (type(optimizer),), {"step": SessionStep(stepper)})
+    methods: dict[str, Any] = {"step": SessionStep(stepper)}
+    if type(optimizer).zero_grad is Optimizer.zero_grad:  # not overridden, as by horovod
+        methods["zero_grad"] = _zero_grad
+    cls = type(type(optimizer).__name__, (type(optimizer),), methods)
     same: Any = object.__new__(cls)
     same.__dict__ = optimizer.__dict__
     return same
+
+
+def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+    """Clear the gradients, without torch's bookkeeping, which costs 5 µs a step."""
+    if not set_to_none:
+        Optimizer.zero_grad(self, set_to_none=False)
+        return
+    for group in self.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
 
 
 def stepper_of(optimizer: Any) -> Stepper:

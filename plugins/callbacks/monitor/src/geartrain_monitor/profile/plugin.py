@@ -13,9 +13,11 @@ import torch
 
 from geartrain import TrainingError, UsageError, hookimpl
 from geartrain.plugin_api import replacing, warn
+from geartrain_monitor.capture import Reason, watched
 from geartrain_monitor.profile.clock import Clock, Reading, TimedBatches
-from geartrain_monitor.profile.report import PARTS, as_dict, make_report, table
+from geartrain_monitor.profile.report import COLLATE, PARTS, as_dict, make_report, table
 from geartrain_monitor.profile.trace import Recorder, merge
+from geartrain_monitor.profile.verdict import verdict
 from geartrain_monitor.profile.wrapping import wrap_implementations
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ class _State:
     first_step: int = 0
     validations: int = 0
     validation_seconds: float = 0.0
+    #: Lines of the first step that wait for the device.
+    reasons: Iterable[Reason] = ()
 
 
 class Profile:
@@ -125,8 +129,21 @@ class Profile:
     def device_batches(
         self, run: Run, loader: Iterable[Any]
     ) -> Generator[None, Any, Iterator[Any]]:
-        batches: Iterator[Any] = yield
-        return batches if self._state is None else TimedBatches(batches, loader, self._state.clock)
+        batches: Iterator[Any]
+        if self._state is None:
+            batches = yield
+            return batches
+        with _timed_collation(loader, self._state.clock):
+            batches = yield
+        return TimedBatches(batches, loader, self._state.clock)
+
+    @hookimpl(wrapper=True)
+    def step(self) -> Generator[None, Any, Any]:
+        if self._state is None or self._state.first is not None:
+            return (yield)
+        with watched() as self._state.reasons:  # the first step is in no table
+            result = yield
+        return result
 
     @hookimpl
     def on_step_end(self, run: Run) -> None:
@@ -227,7 +244,9 @@ class Profile:
             run.hooks.barrier(run=run)  # every rank has written its trace
         if run.world.rank == 0:
             validation_ms = 1000 * state.validation_seconds / max(state.validations, 1)
-            facts = (report, ranks, state.validations, validation_ms)
+            loader = next(iter(run.current_stage.loaders), None)
+            sentences = verdict(report, getattr(loader, "num_workers", None), state.reasons)
+            facts = (report, ranks, state.validations, validation_ms, sentences)
             print(table(*facts))
             if run.world.size > len(ranks):
                 print("  the other ranks are missing, because the run failed")
@@ -256,6 +275,20 @@ class Profile:
                     print(f"  without ranks {', '.join(map(str, missing))}: no file of theirs here")
         elif self.trace:
             print(f"  no trace: it needs more than {self.wait + self.warmup} steps of a fit")
+
+
+@contextmanager
+def _timed_collation(loader: Any, clock: Clock) -> Iterator[None]:
+    """Count the time in a loader's ``collate_fn``, unless workers call it."""
+    collate = getattr(loader, "collate_fn", None)
+    if collate is None or getattr(loader, "num_workers", None) != 0:
+        yield
+        return
+    loader.collate_fn = clock.timer(collate, "DataLoader", COLLATE)
+    try:
+        yield  # a DataLoader reads the attribute when a pass begins
+    finally:
+        loader.collate_fn = collate
 
 
 @contextmanager

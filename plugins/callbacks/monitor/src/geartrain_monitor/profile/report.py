@@ -14,9 +14,12 @@ PARTS = (
     *("data", "forward", "backward", "reduction", "clipping", "optimizer", "logging"),
     *("checkpoints", "callbacks", REST),
 )
+#: The name of the time in a loader's ``collate_fn``, which is no hook.
+COLLATE = "collate_fn"
 #: hook -> its part. Other events are callbacks; other hooks belong to the rest of the loop.
 _PART_OF = {
     "batches": "data",
+    COLLATE: "data",
     "device_batches": "data",
     "forward": "forward",
     "backward": "backward",
@@ -61,10 +64,12 @@ def make_report(
     parts, hooks = dict.fromkeys(PARTS, 0.0), []
     for (label, hook), seconds, calls in zip(slots, reading.seconds, reading.calls, strict=True):
         part = _PART_OF.get(hook, "callbacks" if hook.startswith("on_") else REST)
+        if part == "callbacks" and label.endswith("checkpoint]"):  # it collects what it writes
+            part = "checkpoints"
         parts[part] += seconds * scale
         if calls and label:
-            each = {"plugin": label, "hook": hook, "ms_per_step": seconds * scale, "calls": calls}
-            hooks.append(each)
+            each = {"plugin": label, "hook": hook, "part": part}
+            hooks.append({**each, "ms_per_step": seconds * scale, "calls": calls})
     parts[REST] += (reading.wall - sum(reading.seconds)) * scale
     return Report(unit, count, parts, sorted(hooks, key=lambda hook: -hook["ms_per_step"]))
 
@@ -75,7 +80,11 @@ def slowest(name: str, ranks: Sequence[Mapping[str, float]]) -> int:
 
 
 def as_dict(
-    report: Report, ranks: Sequence[Mapping[str, float]], validations: int, validation_ms: float
+    report: Report,
+    ranks: Sequence[Mapping[str, float]],
+    validations: int,
+    validation_ms: float,
+    verdict: Sequence[str],
 ) -> dict[str, Any]:
     """Return the fields of profile.json. Times are CPU times of each process, in milliseconds."""
     total = report.total or 1.0
@@ -93,11 +102,16 @@ def as_dict(
             for rank, parts in enumerate(ranks)
         ],
         "validation": {"runs": validations, "ms_per_run": validation_ms},
+        "verdict": list(verdict),
     }
 
 
 def table(
-    report: Report, ranks: Sequence[Mapping[str, float]], validations: int, validation_ms: float
+    report: Report,
+    ranks: Sequence[Mapping[str, float]],
+    validations: int,
+    validation_ms: float,
+    verdict: Sequence[str],
 ) -> str:
     """Return the table of rank 0's times, and with several ranks the slowest of each part."""
     of = f" of rank 0 of {len(ranks)}" if len(ranks) > 1 else ""
@@ -124,4 +138,4 @@ def table(
         lines.append(
             f"  and {len(of_plugins) - _ROWS} more, in profile.json if the run has a folder"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *verdict])
