@@ -91,8 +91,9 @@ class Engine:
     def backward(self, loss: torch.Tensor) -> None:
         """Compute gradients, and in stages 2 and 3 reduce them."""
         # Its assertion would hide why the loss has no gradient.
-        if not loss.requires_grad or loss.numel() != 1:
+        if loss.grad_fn is None or loss.numel() != 1:
             loss.backward()  # type: ignore[no-untyped-call]
+            self.check()
         try:
             self._engine.backward(loss, scale_wrt_gas=False)
         except IndexError:  # DeepSpeed's, if no parameter has got a gradient
