@@ -223,8 +223,8 @@ class FSDPStrategy(DTensorStrategy):
         if self._usage is not None and run.mode == "automatic":
             self._usage.check(run, self.find_unused_parameters)
         if self._replicated and run.mode == "automatic":
-            trained = [each for each in self._replicated if each.requires_grad]
-            super().average_gradients(run, trained, [each.grad is not None for each in trained])
+            changed = [each.grad is not None for each in self._replicated]
+            super().average_gradients(run, self._replicated, changed)
 
     def average_gradients(
         self, run: Run, parameters: Sequence[nn.Parameter], changed: Sequence[bool]

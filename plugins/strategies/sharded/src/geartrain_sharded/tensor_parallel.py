@@ -248,8 +248,8 @@ class TensorParallelStrategy(DTensorStrategy):
     def reduce_gradients(self, run: Run) -> None:
         if run.mode == "automatic":
             assert run.model is not None
-            trained = [each for each in run.model.parameters() if each.requires_grad]
-            self.average_gradients(run, trained, [each.grad is not None for each in trained])
+            parameters = list(run.model.parameters())  # a rank alone may have frozen some
+            self.average_gradients(run, parameters, [p.grad is not None for p in parameters])
 
     def _expect(self, name: str, *_: object) -> None:
         if self._agreement is not None:
