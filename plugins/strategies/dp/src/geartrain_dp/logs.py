@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,10 +12,13 @@ from typing import Any
 
 import torch
 
-from geartrain import Run, TrainingError
+from geartrain import Module, Run, TrainingError
 from geartrain.plugin_api import reductions
 from geartrain_callbacks.torchmetrics_objects import is_metric
 from geartrain_dp.metrics import PartMetrics, Seen, whole_batch
+
+#: The options of ``self.log``, in its order.
+_OPTIONS = tuple(inspect.signature(Module.log).parameters)[3:]
 
 
 @dataclass(slots=True)
@@ -73,7 +77,9 @@ class PartLogs:
         finally:
             self._here.index = None
 
-    def log(self, name: str, value: Any, *, batch_size: int | None = None, **options: Any) -> None:
+    def log(self, name: str, value: Any, *arguments: Any, **named: Any) -> None:
+        options = dict(zip(_OPTIONS, arguments, strict=False)) | named
+        batch_size = options.pop("batch_size", None)
         index = getattr(self._here, "index", None)
         is_number = (
             value.numel() == 1
