@@ -6,8 +6,9 @@ import signal
 
 import pytest
 import torch
-from small_models import EvalNet, Net, fit, loader, trainer
+from small_models import EvalNet, Net, fit, loader, samples, trainer
 from threads import on_threads
+from torch.utils.data import DataLoader
 
 import geartrain as gt
 from geartrain.callbacks import Callback, EarlyStopping, ModelCheckpoint
@@ -48,7 +49,7 @@ def test_in_and_after_a_run(tmp_path):
         EarlyStopping("val_loss/dataloader_idx_0"),
         ModelCheckpoint(dirpath=tmp_path / "saved"),
     )
-    module, train = EvalNet(), loader()
+    module, train = EvalNet(), DataLoader(list(samples()), 4)
     one = trainer(callbacks=[reads, stop, save], output=tmp_path / "run", num_sanity_val_steps=1)
     one.fit(module, train, [loader(8), loader(12)])
     running = TrainerState("fit", "train", "running")

@@ -16,8 +16,10 @@ from geartrain.plugin_api import with_torch
 ROOT = Path(__file__).parents[2]
 LISTED = ROOT / "tests" / "surface.json"
 #: Names with one user, and no other way: Session is a second Trainer; geartrain.parallel adds the
-#: cases of several ranks to core's handling of signals, which a run in one process needs too.
+#: cases of several ranks to core's handling of signals, which a run in one process needs too; fast
+#: steps as core does, and DDP imports torch's compiler as the first optimizer does.
 SINGLE_USER = {"TrainerBase", "raise_on_signals"}
+SINGLE_USER |= {"step_optimizer", "plain_step", "put_off_compiler"}
 
 
 @pytest.fixture(scope="module")
