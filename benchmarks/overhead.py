@@ -3,8 +3,10 @@
 MLP 64-64-10, batch 32, cross-entropy, SGD, pre-batched data, one thread, CPU. The loops alternate
 in this process, and the median round counts, so a drift of the machine's speed affects all equally.
 ``session`` is the hand-written loop with a Session. ``--width 4000`` makes a step of about 1 ms.
+``--adam`` trains with Adam in every loop, ``--fast`` adds the plugin fast to geartrain's.
 
     python benchmarks/overhead.py [--steps 1000] [--rounds 15] [--width 64] [--log] [--bar]
+                                  [--adam] [--fast]
 """
 
 from __future__ import annotations
@@ -26,6 +28,10 @@ from torch.nn import functional
 import geartrain as gt
 
 
+def make_optimizer(parameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01)
+
+
 def make_net(width: int = 64) -> nn.Module:
     return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
 
@@ -40,7 +46,7 @@ class MLP(gt.Module):
         return functional.cross_entropy(self.net(x), y)
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+        return make_optimizer(self.parameters())
 
 
 class LoggingMLP(MLP):
@@ -73,7 +79,7 @@ def since(start: tuple[float, float]) -> tuple[float, float]:
 
 def raw_loop(batches, width: int = 64) -> tuple[float, float]:
     net = make_net(width)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    optimizer = make_optimizer(net.parameters())
     start = now()
     for x, y in batches:
         optimizer.zero_grad()
@@ -83,10 +89,14 @@ def raw_loop(batches, width: int = 64) -> tuple[float, float]:
     return since(start)
 
 
-def geartrain_loop(batches, log: bool, bar: bool = False, width: int = 64) -> tuple[float, float]:
+def geartrain_loop(batches, log: bool, bar: bool, width: int, plugins) -> tuple[float, float]:
     watch = Stopwatch()
     trainer = gt.Trainer(
-        accelerator="cpu", devices=1, max_epochs=1, enable_progress_bar=bar, plugins=[watch]
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        enable_progress_bar=bar,
+        plugins=[watch, *plugins],
     )
     trainer.fit(LoggingMLP(width) if log else MLP(width), batches)
     return watch.seconds
@@ -95,7 +105,7 @@ def geartrain_loop(batches, log: bool, bar: bool = False, width: int = 64) -> tu
 def session_loop(batches, width: int = 64) -> tuple[float, float]:
     with gt.Session(accelerator="cpu", devices=1) as session:
         net = make_net(width)
-        net, optimizer = session.setup(net, torch.optim.SGD(net.parameters(), lr=0.01))
+        net, optimizer = session.setup(net, make_optimizer(net.parameters()))
         loader = session.setup_dataloaders(batches)
         start = now()
         for x, y in loader:
@@ -141,7 +151,13 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--log", action="store_true", help="one self.log a step")
     parser.add_argument("--bar", action="store_true", help="with the bar on a terminal too")
+    parser.add_argument("--adam", action="store_true", help="Adam in every loop")
+    parser.add_argument("--fast", action="store_true", help="geartrain with the plugin fast")
     options = parser.parse_args()
+    if options.adam:
+        global make_optimizer
+        make_optimizer = torch.optim.Adam
+    plugins = ["fast"] * options.fast
     os.environ.update(TERM="xterm-256color", COLUMNS="120")
     torch.set_num_threads(1)
     batches = [(torch.randn(32, 64), torch.randint(0, 10, (32,))) for _ in range(options.steps)]
@@ -149,10 +165,10 @@ def main() -> None:
     for _ in range(options.rounds + 1):
         raw.append(raw_loop(batches, options.width))
         session.append(session_loop(batches, options.width))
-        without.append(geartrain_loop(batches, options.log, False, options.width))
+        without.append(geartrain_loop(batches, options.log, False, options.width, plugins))
         if options.bar:
             with terminal():
-                with_bar.append(geartrain_loop(batches, options.log, True, options.width))
+                with_bar.append(geartrain_loop(batches, options.log, True, options.width, plugins))
     # Per step, in µs; the first round is a warm-up.
     raw, session, without, with_bar = (
         [tuple(s / options.steps * 1e6 for s in round_) for round_ in rounds[1:]]

@@ -22,7 +22,9 @@ def train(draw: Draw, batches: dict[str, Any]) -> dict[str, Any]:
     optimizers, schedules = made if isinstance(made, tuple) else (made, [])
     schedulers = [schedule["scheduler"] for schedule in schedules]
     manual = draw.optimisation == "manual"
-    clips = draw.clip or "fit.Module.configure_gradient_clipping" in draw.implied
+    clipped = [list(model.parameters())] if draw.clip else []
+    if "fit.Module.configure_gradient_clipping" in draw.implied:  # of each optimizer
+        clipped = [[p for g in o.param_groups for p in g["params"]] for o in optimizers]
     steps = 0
     for epoch in epochs.values():
         total, count, left = 0.0, 0, iter(epoch)
@@ -34,8 +36,8 @@ def train(draw: Draw, batches: dict[str, Any]) -> dict[str, Any]:
                 for batch in window:
                     loss = model.loss(batch) / len(window)
                     loss.backward()
-                if clips and not manual:
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                for parameters in clipped if not manual else ():
+                    torch.nn.utils.clip_grad_norm_(parameters, 0.5)
                 return loss.detach()
 
             steps += 1

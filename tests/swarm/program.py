@@ -597,7 +597,7 @@ def program(draw: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
         if part.get("then") == "load":
             break
         if number and part.get("new_trainer"):
-            trainer = trainer_of(read, folder, part)
+            trainer = trainer_of(read, str(Path(folder, "new")), part)  # its files are new too
         trainer.fit(module, datamodule=source, ckpt_path=part.get("resume"))
         found = {"weights": module.state_dict(), **module.results}
         found["after"] = [module.global_step, module.current_epoch]

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from geartrain import Plan, Run
 
 _WHOSE = "geartrain-monitor[profile]"
+_COLLATION = ("DataLoader", COLLATE)
 #: Hooks of core's defaults that do nothing: a timer around them would cost more than they do.
 _EMPTY = ("micro_step", "reduce_gradients", "clip_gradients")
 #: ``step`` contains the other hooks of a step; ``device_stats`` runs in other threads.
@@ -94,6 +95,7 @@ class Profile:
     def setup_device(self, run: Run) -> Generator[None, Any, Any]:
         self._state = state = _State()
         clock, hooks = state.clock, run.hooks
+        clock.slot(*_COLLATION)  # before the clock starts
         empty = [hook for hook in _EMPTY if hooks.is_default(hook)]
 
         def timed(
@@ -284,7 +286,7 @@ def _timed_collation(loader: Any, clock: Clock) -> Iterator[None]:
     if collate is None or getattr(loader, "num_workers", None) != 0:
         yield
         return
-    loader.collate_fn = clock.timer(collate, "DataLoader", COLLATE)
+    loader.collate_fn = clock.timer(collate, *_COLLATION)
     try:
         yield  # a DataLoader reads the attribute when a pass begins
     finally:
