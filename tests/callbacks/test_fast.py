@@ -263,6 +263,19 @@ def test_mixed_precision_that_scales_is_refused():
         fit(Deep(), plugins=["fast"], precision="16-mixed")
 
 
+class StepsItself:
+    """A strategy that owns the step of the optimizers."""
+
+    @gt.hookimpl
+    def optimizer_step(self, optimizer):
+        optimizer.step()
+
+
+def test_a_strategy_that_steps_optimizers_itself_is_refused():
+    with pytest.raises(UsageError, match=r"StepsItself.* steps optimizers itself.*Fix: leave fast"):
+        fit(Deep(), plugins=["fast"], strategy=StepsItself())
+
+
 def test_a_layout_that_keeps_changing_is_given_up(monkeypatch):
     monkeypatch.setattr(fast, "_MOST_LAYOUTS", 1)
     assert_same(Replaces, joined=False)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from geartrain import Run, TrainingError, hookimpl
+from geartrain import Run, TrainingError, UsageError, hookimpl
 from geartrain.plugin_api import plain_step, step_optimizer
 
 _NAME = "geartrain-callbacks[fast]"
@@ -36,7 +36,7 @@ class Fast:
 
     Raises:
         TrainingError: ranks have parts of the parameters, as under fsdp.
-        UsageError: another plugin steps optimizers itself, as the precision 16-mixed.
+        UsageError: a strategy or another plugin steps optimizers itself, as deepspeed and 16-mixed.
     """
 
     replaces = frozenset({"optimizer_step"})
@@ -45,6 +45,13 @@ class Fast:
 
     def __init__(self) -> None:
         self._flat: dict[int, _FlatSteps] = {}
+
+    @hookimpl
+    def on_run_start(self, run: Run) -> None:
+        for owner in run.hooks.passed_over("optimizer_step"):
+            if not owner.is_core:
+                message = f"{owner.label} steps optimizers itself, so that {_NAME} cannot"
+                raise UsageError(f"{message}. Fix: leave fast out")
 
     @hookimpl(wrapper=True)
     def wrap_optimizer(self, optimizer: Optimizer) -> Generator[None, Optimizer, Optimizer]:
