@@ -68,6 +68,8 @@ def draw(seed: int, number: int, border: str = "", processes: bool = True) -> Dr
         made = replace(made, datamodule=False)
     if "SparseAdam" in made.optimizer:  # torch clips no sparse gradient
         made = replace(made, clip=False)
+    if sum("accumulation_scheduler" in name for name in made.plugins) > 1:  # the last one counts
+        made = replace(made, reordered=False)
     if any("accumulation_scheduler" in name for name in made.plugins):
         made = replace(made, accumulate=1, optimisation="automatic", saved="auto")
     if made.optimisation == "manual":  # which steps and clips by itself

@@ -24,6 +24,7 @@ MENDED = [
     "killed single loader=shuffled validation=half moment=validation saved=now",
     "sanity single plugins=activation_checkpointing+activation_checkpointing",
     "ranks threads optimizer=SparseAdam",
+    "death elastic hook=on_train_epoch_start",
     "evaluate single plugins=ema hook=on_save_checkpoint",
     "sanity single scheduler=LambdaLR plugins=backbone_finetuning+swa",
     "death elastic loader=stateful",

@@ -386,7 +386,9 @@ class _Coordinator(SeveralRanks):
         assert hub is not None
         assert objects is not None
         self._strategy._phase = ""
-        if run.loop.memory_checkpoint is not None:
+        if (memory := run.loop.memory_checkpoint) is not None:
+            # The events at the start of the epoch have come again: what they changed is set back.
+            run.hooks.load_model_state(run=run, state=memory["model"])
             objects.restore(self._strategy.saved_objects)
         hub.go_on(run.world.rank)
 
