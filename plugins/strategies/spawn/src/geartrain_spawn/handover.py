@@ -7,6 +7,7 @@ counters, metrics and the result.
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -220,7 +221,7 @@ def _is_plain(value: Any) -> bool:
         or type(value).__module__ == "numpy"
     ):
         return True
-    if type(value) is dict:
+    if type(value) in (dict, OrderedDict, Counter):
         return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
     return type(value) in (list, tuple, set, frozenset) and all(map(_is_plain, value))
 
