@@ -54,16 +54,21 @@ def test_a_signal_to_a_child_that_was_just_forked_is_not_lost():
 
 def test_a_signal_that_comes_in_the_middle_of_a_fork_still_ends_the_run(monkeypatch):
     monkeypatch.setattr(forks, "_preparations", [lambda: os.kill(os.getpid(), signal.SIGTERM)])
-    child = multiprocessing.get_context("fork").Process(target=int)
+    reading, writing = os.pipe()
+    # The signal may end start() before it has kept the child, so the child answers by a pipe.
+    child = multiprocessing.get_context("fork").Process(target=os.write, args=(writing, b"ran"))
 
     def start_and_wait():
         child.start()
         time.sleep(10)
 
-    with raise_on_signals(SIGNALS), pytest.raises(Interrupted, match="ended by SIGTERM"):
-        start_and_wait()
-    child.join(10)
-    assert child.exitcode == 0
+    try:
+        with raise_on_signals(SIGNALS), pytest.raises(Interrupted, match="ended by SIGTERM"):
+            start_and_wait()
+        assert select.select([reading], [], [], 10)[0]
+    finally:
+        os.close(reading)
+        os.close(writing)
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
