@@ -15,6 +15,8 @@ EQUAL_TO_ONE = tuple(name for name in pools.strategies() if name not in ("single
 HARMLESS = ("on_train_epoch_end", "on_save_checkpoint")
 #: Loaders that keep samples, or a copy of the dataset, from when they were made.
 KEEPS_SAMPLES = ("list", "stateful", "persistent")
+#: One draw in so many has processes that import torch themselves.
+REAL_START = 8
 #: Plugins that change the training, which the loop by hand does not know.
 TRAINS_OTHERWISE = (
     *("accumulation_scheduler", "backbone_finetuning", "early_stopping"),
@@ -63,6 +65,7 @@ def draw(seed: int, number: int, border: str = "", processes: bool = True) -> Dr
         saved=choose.choice(["auto", "auto", "now"]),
         reordered=choose.random() < 0.3,
         datamodule=choose.random() < 0.2,
+        fork=number % REAL_START != 0,
     )
     if made.loader in KEEPS_SAMPLES or "overfit_batches" in made.implied:
         made = replace(made, datamodule=False)

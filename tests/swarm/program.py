@@ -15,6 +15,8 @@ from torch import nn
 from torch.utils import data
 
 import geartrain as gt
+import geartrain_elastic.starter
+import geartrain_spawn.starter
 from geartrain.testing import ThreadRanks
 
 from ..combinations.case import Stream, sample
@@ -59,6 +61,9 @@ class Draw:
     datamodule: bool = False
     #: How a rank of elastic ends: ``"killed"``, ``"error"`` or ``"hang"``.
     death: str = "killed"
+    #: False if processes that the strategy starts import torch again, as a user's do, which takes
+    #: seconds; else they are forks of this one. Objects are pickled in both cases.
+    fork: bool = True
 
     def __str__(self) -> str:
         """Return what differs from the simplest draw."""
@@ -519,6 +524,8 @@ def trainer_of(draw: Draw, folder: str, part: dict[str, Any]) -> gt.Trainer:
         "rare": {"check_val_every_n_epoch": 2},
     }[draw.validation]
     options = pools.STRATEGY_OPTIONS.get(strategy)
+    if draw.fork and strategy == "elastic":
+        options = {"timeout": 8}  # forks start at once
     plugins = {
         f"{number} {name}": pools.plugin_of(name, draw.monitor, folder)
         for number, name in enumerate(draw.plugins)
@@ -584,6 +591,9 @@ def program(draw: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
     the one before again), ``new_trainer`` (for each fit), ``then`` (``"test"``).
     """
     torch.set_num_threads(1)
+    if draw["fork"]:
+        for starter in (geartrain_spawn.starter, geartrain_elastic.starter):
+            starter.start_context = lambda *_: multiprocessing.get_context("fork")
     folder = str(Path(part["folder"]).absolute())
     read = Draw(**{**draw, "plugins": tuple(draw["plugins"])})
     trainer = trainer_of(read, folder, part)
