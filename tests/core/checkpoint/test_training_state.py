@@ -40,6 +40,7 @@ from geartrain.callbacks import (
     model_checkpoint,
 )
 from geartrain.checkpoint import files as checkpoint_file
+from geartrain.checkpoint.training_state import load_optimizer
 
 Adam = partial(torch.optim.Adam, lr=0.02)
 
@@ -549,6 +550,29 @@ def test_an_optimizer_of_a_strategy_gets_the_state_and_its_scheduler_still_chang
     whole, lines = train(tmp_path / "whole", **options)
     assert_resumes(tmp_path, whole, lines, 9, **options)
     assert whole.run.optimizers[0].param_groups[0]["lr"] < 0.002
+
+
+def test_a_number_in_an_optimizers_state_keeps_its_dtype():
+    parameter = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = torch.optim.NAdam([parameter])
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    resumed = torch.optim.NAdam([parameter])
+    load_optimizer(resumed, optimizer.state_dict())
+    product = optimizer.state[parameter]["mu_product"]
+    assert product.dtype == torch.float32  # torch's load gives bfloat16
+    assert torch.equal(resumed.state[parameter]["mu_product"], product)
+
+
+def test_an_optimizer_may_keep_the_state_that_it_loads_elsewhere():
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([parameter])
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    elsewhere = torch.optim.Adam([parameter])
+    elsewhere.register_load_state_dict_pre_hook(lambda _, state: {**state, "state": {}})
+    load_optimizer(elsewhere, optimizer.state_dict())
+    assert not elsewhere.state
 
 
 def test_manual_optimisation(tmp_path):

@@ -350,11 +350,11 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     optimizer.load_state_dict(state)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, parameter in enumerate(parameters):
-        for key, saved in state["state"].get(number, {}).items():
+        saved = state["state"].get(number, {})
+        for key, value in optimizer.state.get(parameter, {}).items():
             # torch rounds a number, as NAdam's mu_product, to the dtype of the parameter.
-            if isinstance(saved, torch.Tensor) and saved.ndim == 0:
-                device = optimizer.state[parameter][key].device
-                optimizer.state[parameter][key] = saved.to(device, copy=True)
+            if isinstance(value, torch.Tensor) and value.ndim == 0 and key in saved:
+                optimizer.state[parameter][key] = saved[key].to(value.device, copy=True)
     for index, (old, new) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
         if old is not new:
             old.clear()
