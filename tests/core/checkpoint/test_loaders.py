@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from small_models import trainer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 import geartrain as gt
 from geartrain.callbacks import ModelCheckpoint
@@ -76,6 +76,43 @@ class Stateful(DataLoader):
         self.next = state["done"]
 
 
+class Lazy(Sampler):
+    """Applies a position when it is first read, as torchdata's StatefulDistributedSampler."""
+
+    def __init__(self):
+        self.done, self.next = 0, None
+
+    def __len__(self):
+        return 10
+
+    def __iter__(self):
+        first, self.next = self.next or 0, None
+        for i in range(first, 10):
+            self.done = i + 1
+            yield i
+
+    def state_dict(self):
+        return {"done": self.done}
+
+    def load_state_dict(self, state):
+        self.next = state["done"]
+
+
+class Sampled(DataLoader):
+    """A DataLoader whose position is its sampler's."""
+
+    read = 0
+
+    def __init__(self, start=0):
+        super().__init__(torch.arange(10.0), batch_size=1, sampler=Lazy())
+
+    def state_dict(self):
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state):
+        self.sampler.load_state_dict(state)
+
+
 class Data(gt.DataModule):
     """Makes a loader."""
 
@@ -144,3 +181,13 @@ def test_a_loader_that_resumes_itself_gives_each_batch_once(tmp_path, case, data
         rest = go(tmp_path / "rest" / file.stem, data(make), file, **options, max_epochs=3)
         assert rest.seen == whole[done:]
         assert rest.read == len(rest.seen)  # none is read again
+
+
+@pytest.mark.parametrize("limit", [10, 4])
+def test_a_position_that_a_sampler_applies_when_it_is_read_is_of_one_epoch(tmp_path, limit):
+    options = {"limit_train_batches": limit}
+    whole = go(tmp_path / "whole", Data(Sampled), **options).seen
+    for step in (2, limit - 1, limit, limit + 1):
+        file = tmp_path / "whole" / "steps" / f"step={step}.ckpt"
+        rest = go(tmp_path / f"rest-{step}", Data(Sampled), file, **options).seen
+        assert rest == whole[step:]

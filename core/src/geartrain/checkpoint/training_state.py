@@ -42,17 +42,16 @@ FORMAT = 1
 def training_state(run: Run, epochs: int) -> dict[str, Any]:
     """Return the state that a ``fit`` needs to resume from here. Every rank calls it.
 
-    It costs ``world_size - 1`` broadcasts of one rank's state: about 10 KB of random state and the
-    ``state_dict()`` of its parts. All ranks get it, though only rank 0 keeps it, because no hook
-    sends to one rank alone. A part with ``same_on_all_ranks`` sends nothing.
+    Each rank but rank 0 broadcasts its state, because no hook sends to one rank alone: about 10 KB
+    of random state, and the ``state_dict()`` of each part without ``same_on_all_ranks``.
 
     Args:
         epochs: epochs done; ``run.epoch`` within an epoch.
     """
     within = epochs == run.epoch and run.batch_idx > 0
     loader: Any = next(iter(run.stages["train"].loaders), None)  # none after ddp_spawn
-    validates = run.stage == "validate" and run.logs.open  # not done: a resume does it again
-    # A DataLoader begins each epoch anew; other loaders may go on where they were.
+    validates = run.stage == "validate" and run.logs.open  # a resume repeats that validation
+    # A DataLoader starts each epoch at its first batch; another loader may keep its position.
     resumes = keeps_state(loader) and (within or not isinstance(loader, DataLoader))
     shared, unshared = _states_of_parts(run)
     objects = {name: library.states(run.module) for name, library in libraries().items() if within}
@@ -222,8 +221,7 @@ def check_resumable(run: Run, state: dict[str, Any], path: Path, may_be_done: bo
     if fit["format"] != FORMAT:
         raise TrainingError(
             f"{path} was saved by geartrain {state.get('geartrain')}, whose format {fit['format']} "
-            "this version does not know. Fix: install that version, or start from the weights "
-            "alone with checkpoint="
+            "this version does not know. Fix: install that version, or use checkpoint= for weights"
         )
     options = run.plan.options
     for name, done, end in (
@@ -415,11 +413,10 @@ def set_random(run: Run, state: dict[str, Any]) -> None:
         if started and persistent and loader._iterator is None:
             iter(loader)  # start workers before the generators are set: torch draws a seed
     set_random_state(run.device, state)
-    found = list(Stage(loaders).generators())
-    before = len(state["loaders"])
-    if len(found) != before:
-        message = f"the loaders have {len(found)} generators, and had {before}"
+    found, saved = list(Stage(loaders).generators()), state["loaders"]
+    if len(found) != len(saved):
+        message = f"the loaders have {len(found)} generators, and had {len(saved)}"
         warn(f"{message}: their order starts from scratch")
         return
-    for generator, numbers in zip(found, state["loaders"], strict=True):
+    for generator, numbers in zip(found, saved, strict=True):
         generator.set_state(numbers)
