@@ -1,5 +1,6 @@
 """The strategy bagua: two ranks train as one process, the order of an algorithm's calls, errors."""
 
+import re
 from contextlib import nullcontext
 from functools import cache
 
@@ -162,16 +163,17 @@ def refused(module, **options):
 
 def test_unused_parameters_are_named():
     error = refused(Net(unused=True))
-    assert "2 parameters got no gradient in this step" in error
-    assert "extra.weight" in error
-    assert "find_unused_parameters=True" in error
+    assert "]: rank 0 did not use these parameters in a step: extra.weight, extra.bias. " in error
+    assert "Fix: --strategy.find_unused_parameters true" in error
 
 
 @pytest.mark.parametrize(
     ("algorithm", "words"),
     [
-        ("gradient_allreduce", "got a gradient, but needed none when training began"),
-        *((name, "Fix: ") for name in ("decentralized", "low_precision_decentralized", "async")),
+        ("gradient_allreduce", "]: rank 0: first.weight got a gradient, but needed none when"),
+        ("decentralized", "]: rank 0: first.weight needs a gradient, but needed none when"),
+        ("low_precision_decentralized", "]: rank 0: first.weight needs a gradient"),
+        ("async", "]: rank 0: first.weight needs a gradient"),
     ],
 )
 def test_a_parameter_that_is_unfrozen_later_is_named(algorithm, words):
@@ -181,8 +183,8 @@ def test_a_parameter_that_is_unfrozen_later_is_named(algorithm, words):
                 self.first.requires_grad_(True)
 
     error = refused(Unfreezes(frozen=True), strategy={"algorithm": algorithm})
-    assert "first.weight" in error
     assert words in error
+    assert "Fix: " in error
 
 
 def test_a_second_backward_is_refused():
@@ -192,7 +194,8 @@ def test_a_second_backward_is_refused():
             loss.backward(retain_graph=True)
             return loss
 
-    assert "got its gradient twice in one step" in refused(Twice())
+    error = refused(Twice())
+    assert re.search(r"]: rank 0: \S+ got its gradient twice in one step", error)
 
 
 def zero(gradient):
@@ -228,7 +231,7 @@ class Changes(Net):
 def test_a_gradient_that_is_changed_after_it_was_sent_is_named(name, change):
     """The bucket overwrites the gradient, so the change would be lost."""
     error = refused(Changes(change, [name]), strategy={"bucket_bytes": 100})
-    assert f"the gradient of {name} was changed after it was sent" in error
+    assert f"]: rank 0: the gradient of {name} was changed after it was sent" in error
     assert "Fix: change gradients in on_before_optimizer_step" in error
 
 

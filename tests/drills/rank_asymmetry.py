@@ -68,10 +68,6 @@ EVENTS: dict[str, str | None] = {
 }
 #: Errors of strategies that differ.
 ERRORS: dict[str, dict[str, str | None]] = {
-    "bagua": {
-        "unused": "2 parameters got no gradient in this step",
-        "leaf": "4 parameters got no gradient in this step",
-    },
     # The gradients of the rank are zeros; a rank that died is replaced.
     "elastic": {"unused": "", "leaf": "", "killed": None},
 }

@@ -56,6 +56,11 @@ class Context:
     #: The first rank of each node; ``None`` on other ranks, and if ``node`` is ``None``.
     leaders: Peers | None = None
 
+    @property
+    def rank(self) -> str:
+        """The beginning of an error of this rank."""
+        return f"{self.run.plan.strategy.label}: rank {self.run.world.rank}"
+
 
 class Algorithm:
     """Base class of algorithms. It does nothing: each rank trains alone.

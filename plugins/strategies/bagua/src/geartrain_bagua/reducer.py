@@ -112,9 +112,9 @@ class GradientReducer:
                 return
             if number in self._came:
                 raise TrainingError(
-                    f"{self._names[parameter]} got its gradient twice in one step; the first may "
-                    "have been sent already. Fix: call backward once in each training_step, and "
-                    "pass use_reentrant=False to torch.utils.checkpoint"
+                    f"{self._context.rank}: {self._names[parameter]} got its gradient twice in one "
+                    "step; the first may have been sent already. Fix: call backward once in each "
+                    "training_step, and pass use_reentrant=False to torch.utils.checkpoint"
                 )
             self._came.add(number)
             self._waiting[index] -= 1
@@ -169,25 +169,26 @@ class GradientReducer:
         for parameter, grad, version in self._sent:
             if parameter.grad is not grad or getattr(grad, "_version", 0) != version:
                 raise TrainingError(
-                    f"the gradient of {self._names[parameter]} was changed after it was sent to "
-                    "the other ranks, and would be overwritten. Fix: change gradients in "
-                    "on_before_optimizer_step, after they are reduced"
+                    f"{self._context.rank}: the gradient of {self._names[parameter]} was changed "
+                    "after it was sent to the other ranks, and would be overwritten. Fix: change "
+                    "gradients in on_before_optimizer_step, after they are reduced"
                 )
 
     def _refuse_unused(self) -> None:
         # A parameter that was frozen after the start has no gradient on any rank.
-        missing = [self._names[p] for p in self._parameters if p.grad is None and p.requires_grad]
+        unused = {p for p in self._parameters if p.grad is None and p.requires_grad}
+        missing = [name for parameter, name in self._names.items() if parameter in unused]
         if missing:
+            more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
             raise TrainingError(
-                f"{len(missing)} parameters got no gradient in this step, and other ranks may wait "
-                f"for them: {', '.join(missing[:5])}. Fix: use them all, freeze those that are "
-                "never used, or set find_unused_parameters=True"
+                f"{self._context.rank} did not use these parameters in a step: "
+                f"{', '.join(missing[:5])}{more}. Fix: --strategy.find_unused_parameters true"
             )
 
     def _refuse_unfrozen(self) -> None:
         name = next(self._names[other] for other in self._others if other.grad is not None)
         raise TrainingError(
-            f"{name} got a gradient, but needed none when training began, so it is in no bucket "
-            "and would differ between ranks. "
+            f"{self._context.rank}: {name} got a gradient, but needed none when training began, so "
+            "it is in no bucket and would differ between ranks. "
             "Fix: leave it unfrozen until on_fit_start, and freeze it there"
         )

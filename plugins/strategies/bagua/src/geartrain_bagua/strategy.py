@@ -183,8 +183,8 @@ class BaguaStrategy(DDPStrategy):
         return (yield)
 
     @hookimpl
-    def on_exception(self, error: BaseException) -> None:
-        super().on_exception(error)
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        super().on_exception(run, error)
         self._failed = True  # other ranks may be dead
 
     @hookimpl

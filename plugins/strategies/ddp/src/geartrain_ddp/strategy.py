@@ -173,6 +173,7 @@ class DDPStrategy(ProcessGroupStrategy):
 
     @hookimpl
     def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
+        refuse_sparse(run)
         # DDP refuses a model without trainable parameters, and evaluation calls the bare module.
         # Manual optimisation also calls the bare module, and manual_backward averages gradients:
         # DDP would only waste memory for its buckets.

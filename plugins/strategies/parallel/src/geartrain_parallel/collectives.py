@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from geartrain import Run
 
+#: The error for a gradient that is sparse.
+SPARSE = "sparse gradients cannot be averaged over ranks here. Fix: sparse=False in nn.Embedding"
 #: Bytes of gradients that one all-reduce carries, as DDP's buckets do.
 _BUCKET = 25 * 2**20
 
@@ -100,7 +102,8 @@ def broadcast_weights(run: Run, model: nn.Module) -> None:
 def refuse_sparse(run: Run) -> None:
     """Raise if a ``fit`` has a table with sparse gradients, which are not averaged over ranks here.
 
-    torch's DDP would average them, and divide some other gradients twice.
+    torch's DDP would average them, and divide some other gradients twice. Call it before a rank
+    starts and, since ``setup()`` of the module may make a table, before the model is wrapped.
 
     Raises:
         UsageError: an embedding has ``sparse=True``.
@@ -110,7 +113,7 @@ def refuse_sparse(run: Run) -> None:
         if is_sparse and part.weight.requires_grad:
             raise UsageError(
                 f"{run.plan.strategy.label}: {name} is {type(part).__name__}(sparse=True), and "
-                "sparse gradients cannot be averaged over ranks here. Fix: sparse=False"
+                f"{SPARSE}"
             )
 
 
@@ -154,10 +157,7 @@ def average_gradients(
             parameter.grad = torch.zeros_like(parameter)
         grad = parameter.grad
         if grad.layout is not torch.strided:
-            raise TrainingError(
-                "sparse gradients cannot be averaged over ranks here. "
-                "Fix: sparse=False in nn.Embedding"
-            )
+            raise TrainingError(f"{run.plan.strategy.label}: {SPARSE}")
         kind = (grad.dtype, grad.device)
         buckets.setdefault((*kind, filled.get(kind, 0) // _BUCKET), []).append(grad)
         filled[kind] = filled.get(kind, 0) + grad.numel() * grad.element_size()

@@ -51,9 +51,11 @@ class ProcessGroupStrategy:
             raise self._watch.error from error
 
     @hookimpl
-    def on_exception(self, error: BaseException) -> None:
+    def on_exception(self, run: Run, error: BaseException) -> None:
         if self._watch is not None:  # now, because the teardown disconnects from the store
             self._watch.explain(error)
+        if isinstance(error, NotImplementedError) and "Sparse" in str(error):
+            error.add_note(f"{run.plan.strategy.label}: {collectives.SPARSE}")
 
     @hookimpl
     def make_coordinator(self, run: Run) -> RankCoordinator:
@@ -68,6 +70,7 @@ class ProcessGroupStrategy:
 
     @hookimpl
     def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
+        collectives.refuse_sparse(run)
         model = model.to(run.device)
         # Without a seed every rank has different weights.
         if run.world.size > 1:

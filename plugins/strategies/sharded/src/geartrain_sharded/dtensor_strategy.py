@@ -62,9 +62,9 @@ class DTensorStrategy(DDPStrategy):
             self._around.close()
         super().teardown_process_group()
 
-    @hookimpl  # hooks are called by argument name, so the override may add one
-    def on_exception(self, run: Run, error: BaseException) -> None:  # type: ignore[override]
-        super().on_exception(error)
+    @hookimpl
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        super().on_exception(run, error)
         is_of_parts = any(text in str(error) for text in ("DTensor", "sharding strategy"))
         if is_of_parts and not isinstance(error, GeartrainError):
             action = ".full_tensor() on every rank, or set the weights before fit"

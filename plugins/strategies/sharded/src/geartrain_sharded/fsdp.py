@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from geartrain import Module, Plan, Run, TrainingError, UsageError, hookimpl
-from geartrain.parallel import CollectiveOrder
+from geartrain.parallel import CollectiveOrder, refuse_sparse
 from geartrain_sharded.dtensor_strategy import DTensorStrategy, in_parts
 from geartrain_sharded.exchange import Exchange
 from geartrain_sharded.materialize import Materializer
@@ -116,6 +116,7 @@ class FSDPStrategy(DTensorStrategy):
 
     @hookimpl
     def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
+        refuse_sparse(run)
         # A unit has one dtype. Parameters of another one are few, such as scales, and stay whole.
         dtypes = Counter(each.dtype for each in model.parameters())
         usual = max(dtypes, key=lambda dtype: dtypes[dtype], default=None)

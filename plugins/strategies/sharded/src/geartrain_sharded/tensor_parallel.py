@@ -35,7 +35,7 @@ from geartrain import (
     hookimpl,
     seed_everything,
 )
-from geartrain.parallel import CollectiveOrder, average_gradients
+from geartrain.parallel import CollectiveOrder, average_gradients, refuse_sparse
 from geartrain.plugin_api import map_tensors, nearest
 from geartrain_sharded.dtensor_strategy import DTensorStrategy, in_parts
 from geartrain_sharded.materialize import Materializer
@@ -161,6 +161,7 @@ class TensorParallelStrategy(DTensorStrategy):
 
     @hookimpl
     def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
+        refuse_sparse(run)
         shape = (run.world.data_size, run.world.size // run.world.data_size)
         self._mesh = _mesh(run, shape)
         self._plain = PlainModules(model)

@@ -112,7 +112,7 @@ class Asynchronous(Algorithm):
     # --- training thread --------------------------------------------------------------------------
 
     def start_step(self) -> None:
-        refuse_unfrozen(self._frozen)
+        refuse_unfrozen(self.context, self._frozen)
         if self._running is not None and self._running.done():
             self._running.result()  # raises: during training the thread ends only by an error
             return

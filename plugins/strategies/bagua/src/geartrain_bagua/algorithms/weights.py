@@ -89,7 +89,7 @@ class OwnWeights(Algorithm):
         give_states(self._run, state)
 
     def start_step(self) -> None:
-        refuse_unfrozen(self._frozen)
+        refuse_unfrozen(self.context, self._frozen)
 
     def end_step(self) -> None:
         self.steps += 1
@@ -149,13 +149,13 @@ def frozen(context: Context) -> dict[str, nn.Parameter]:
     }
 
 
-def refuse_unfrozen(parameters: Mapping[str, nn.Parameter]) -> None:
+def refuse_unfrozen(context: Context, parameters: Mapping[str, nn.Parameter]) -> None:
     """Raise ``TrainingError`` if one of the parameters, which are in no bucket, is trained now."""
     for name, parameter in parameters.items():
         if parameter.requires_grad:
             raise TrainingError(
-                f"{name} needs a gradient, but needed none when training began, so it is in no "
-                "bucket, and ranks would never exchange it. "
+                f"{context.rank}: {name} needs a gradient, but needed none when training began, so "
+                "it is in no bucket, and ranks would never exchange it. "
                 "Fix: leave it unfrozen until on_fit_start, and freeze it there"
             )
 
