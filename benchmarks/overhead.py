@@ -1,195 +1,163 @@
-"""Cost of the loop over a hand-written loop, in µs per step, and of the bar on a terminal.
+"""Cost of a step on the CPU: the loop by hand, geartrain, and other trainers that are installed.
 
-MLP 64-64-10, batch 32, cross-entropy, SGD, pre-batched data, one thread, CPU. The loops alternate
-in this process, and the median round counts, so a drift of the machine's speed affects all equally.
-``session`` is the hand-written loop with a Session. ``--width 4000`` makes a step of about 1 ms.
-``--adam`` trains with Adam in every loop, ``--fast`` adds the plugin fast to geartrain's.
+``mlp`` is 64-64-10 with batches of 32 samples; see trainers.py for the others. The batches are made
+before, one thread computes, on one core. The trainers take turns of a few steps in this process
+(see turns.py); CPU time counts, and the median ratio to the loop by hand in the same round. ``by
+hand, again`` is the same loop once more: the run is void if its ratio is further from 1 than 0.02.
+``equal`` says whether a trainer ends with the weights of the loop by hand, bit for bit.
 
-    python benchmarks/overhead.py [--steps 1000] [--rounds 15] [--width 64] [--log] [--bar]
-                                  [--adam] [--fast]
+    python benchmarks/overhead.py [--what mlp gpt] [--optimizer adam] [--rounds 60] [--steps 20]
+                                  [--rows geartrain Lightning] [--bar] [--json]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import logging
 import os
-import platform
 import statistics
 import subprocess
 import sys
-import time
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
-from torch.nn import functional
+from trainers import (
+    ON_CPU,
+    TRAINERS,
+    Trainer,
+    Watch,
+    Work,
+    adam,
+    by_expert,
+    by_geartrain,
+    by_hand,
+    by_lightning,
+    sgd,
+)
+from turns import TRUSTED, alternate, pin, ratios
 
-import geartrain as gt
-
-
-def make_optimizer(parameters) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.01)
-
-
-def make_net(width: int = 64) -> nn.Module:
-    return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
-
-
-class MLP(gt.Module):
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        self.net = make_net(width)
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        return functional.cross_entropy(self.net(x), y)
-
-    def configure_optimizers(self):
-        return make_optimizer(self.parameters())
-
-
-class LoggingMLP(MLP):
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.log("loss", loss, prog_bar=True)
-        return loss
+AGAIN = "by hand, again"
+LOOPS: dict[str, Trainer] = {
+    **TRAINERS,
+    AGAIN: by_hand,
+    "by an expert": by_expert,
+    "geartrain, one log": partial(by_geartrain, log=True),
+    "geartrain, fast": partial(by_geartrain, plugins=("fast",)),
+    "Lightning, one log": partial(by_lightning, log=True),
+}
+WITH_BAR = {"geartrain, one log and the bar": partial(by_geartrain, log=True, bar=True)}
 
 
-class Stopwatch:
-    """Measure the steps alone, without set-up and tear-down: wall time and CPU time in seconds."""
-
-    @gt.hookimpl
-    def on_run_start(self):
-        self.start = now()
-
-    @gt.hookimpl
-    def on_run_end(self):
-        self.seconds = since(self.start)
-
-
-def now() -> tuple[float, float]:
-    return time.perf_counter(), time.process_time()
-
-
-def since(start: tuple[float, float]) -> tuple[float, float]:
-    wall, cpu = now()
-    return wall - start[0], cpu - start[1]
-
-
-def raw_loop(batches, width: int = 64) -> tuple[float, float]:
-    net = make_net(width)
-    optimizer = make_optimizer(net.parameters())
-    start = now()
-    for x, y in batches:
-        optimizer.zero_grad()
-        loss = functional.cross_entropy(net(x), y)
-        loss.backward()
-        optimizer.step()
-    return since(start)
-
-
-def geartrain_loop(batches, log: bool, bar: bool, width: int, plugins) -> tuple[float, float]:
-    watch = Stopwatch()
-    trainer = gt.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        enable_progress_bar=bar,
-        plugins=[watch, *plugins],
-    )
-    trainer.fit(LoggingMLP(width) if log else MLP(width), batches)
-    return watch.seconds
-
-
-def session_loop(batches, width: int = 64) -> tuple[float, float]:
-    with gt.Session(accelerator="cpu", devices=1) as session:
-        net = make_net(width)
-        net, optimizer = session.setup(net, make_optimizer(net.parameters()))
-        loader = session.setup_dataloaders(batches)
-        start = now()
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss = functional.cross_entropy(net(x), y)
-            session.backward(loss)
-            optimizer.step()
-        return since(start)
-
-
-@contextmanager
-def terminal():
+@contextlib.contextmanager
+def terminal() -> Iterator[None]:
     """A pseudo-terminal as standard output and error; another process reads it."""
+    os.environ.update(TERM="xterm-256color", COLUMNS="120")
     ours, theirs = os.openpty()
-    with subprocess.Popen(
-        ["cat"], stdin=ours, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as reader:
-        os.close(ours)
-        with os.fdopen(theirs, "w") as stream, redirect_stdout(stream), redirect_stderr(stream):
-            assert stream.isatty()
-            yield
+    with (
+        subprocess.Popen(
+            ["cat"], stdin=ours, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as reader,
+        os.fdopen(theirs, "w") as stream,
+        contextlib.redirect_stdout(stream),
+        contextlib.redirect_stderr(stream),
+    ):
+        yield
         reader.kill()
 
 
-def compare(
-    a: list[tuple[float, float]], b: list[tuple[float, float]], which: int
-) -> dict[str, object]:
-    """Return how much longer ``b`` took in each round: in µs, and as a ratio with quartiles."""
-    ratios = [y[which] / x[which] for x, y in zip(a, b, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    more = statistics.median(y[which] - x[which] for x, y in zip(a, b, strict=True))
-    return {
-        "more_us": round(more, 2),
-        "ratio": round(middle, 4),
-        "quartiles": [round(low, 4), round(high, 4)],
+def measure(work: Work, loops: dict[str, Trainer], steps: int, rounds: int) -> dict[str, Any]:
+    """Return µs per step of each trainer, its ratio to the loop by hand, and whether it is equal.
+
+    Args:
+        steps: of a turn.
+        rounds: in each, all trainers have a turn; the first fifth warms up, and the last one has
+            the ends of the runs.
+    """
+    torch.manual_seed(1)
+    batches = [work.batch() for _ in range(steps)]
+    runs, absent = alternate(
+        {name: partial(train, work, watch=Watch()) for name, train in loops.items()},
+        batches,
+        rounds,
+    )
+    kept = slice(rounds // 5, rounds - 1)
+    hand = runs["by hand"]
+    rows = {
+        name: {
+            "us": round(statistics.median(run.seconds[kept]) / steps * 1e6, 1),
+            **ratios(run.seconds[kept], hand.seconds[kept]),
+            "equal": all(
+                torch.equal(a, b)
+                for a, b in zip(
+                    hand.result.state_dict().values(), run.result.state_dict().values(), strict=True
+                )
+            ),
+        }
+        for name, run in runs.items()
     }
+    return {"rows": rows, "void": abs(rows[AGAIN]["ratio"] - 1) > TRUSTED, "not installed": absent}
+
+
+def table(facts: dict[str, Any]) -> str:
+    """Return a Markdown table: a row for each trainer, a column for each network."""
+    names = list(dict.fromkeys(name for fact in facts.values() for name in fact["rows"]))
+    lines = [f"| | {' | '.join(f'`{work}`' for work in facts)} |", "|---" * (1 + len(facts)) + "|"]
+    for name in names:
+        cells = []
+        for fact in facts.values():
+            row = fact["rows"].get(name)
+            cells.append(
+                "not installed"
+                if row is None
+                else f"{row['us']:,} µs"
+                if name == "by hand"
+                else f"{row['ratio']:.2f} ({row['quartiles'][0]:.2f} to {row['quartiles'][1]:.2f})"
+                + ("" if row["equal"] else ", other bits")
+            )
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += [
+        f"\n`{work}` is void: the loop by hand over itself is {fact['rows'][AGAIN]['ratio']}."
+        for work, fact in facts.items()
+        if fact["void"]
+    ]
+    return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--log", action="store_true", help="one self.log a step")
-    parser.add_argument("--bar", action="store_true", help="with the bar on a terminal too")
-    parser.add_argument("--adam", action="store_true", help="Adam in every loop")
-    parser.add_argument("--fast", action="store_true", help="geartrain with the plugin fast")
-    options = parser.parse_args()
-    if options.adam:
-        global make_optimizer
-        make_optimizer = torch.optim.Adam
-    plugins = ["fast"] * options.fast
-    os.environ.update(TERM="xterm-256color", COLUMNS="120")
-    torch.set_num_threads(1)
-    batches = [(torch.randn(32, 64), torch.randint(0, 10, (32,))) for _ in range(options.steps)]
-    raw, session, without, with_bar = [], [], [], []
-    for _ in range(options.rounds + 1):
-        raw.append(raw_loop(batches, options.width))
-        session.append(session_loop(batches, options.width))
-        without.append(geartrain_loop(batches, options.log, False, options.width, plugins))
-        if options.bar:
-            with terminal():
-                with_bar.append(geartrain_loop(batches, options.log, True, options.width, plugins))
-    # Per step, in µs; the first round is a warm-up.
-    raw, session, without, with_bar = (
-        [tuple(s / options.steps * 1e6 for s in round_) for round_ in rounds[1:]]
-        for rounds in (raw, session, without, with_bar)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    facts = {
-        "raw_us": round(statistics.median(wall for wall, _ in raw), 2),
-        "geartrain_us": round(statistics.median(wall for wall, _ in without), 2),
-        "over_raw": compare(raw, without, 0),
-        "session_over_raw": compare(raw, session, 0),
-        "session_over_raw_in_cpu_time": compare(raw, session, 1),
+    parser.add_argument("--what", nargs="+", choices=list(ON_CPU), default=["mlp"])
+    parser.add_argument("--optimizer", choices=["sgd", "adam"], default="sgd")
+    parser.add_argument("--steps", type=int, default=20, help="of a turn")
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rows", nargs="+", choices=list(LOOPS), default=list(LOOPS))
+    parser.add_argument("--bar", action="store_true", help="also with the bar on a terminal")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args()
+    loops = {
+        name: train for name, train in LOOPS.items() if name in {*options.rows, "by hand", AGAIN}
     }
-    if options.bar:
-        facts |= {
-            "with_bar_over_raw": compare(raw, with_bar, 0),
-            "bar_over_no_bar": compare(without, with_bar, 0),
-            "bar_over_no_bar_in_cpu_time": compare(without, with_bar, 1),
+    loops |= WITH_BAR if options.bar else {}
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    pin()
+    torch.set_num_threads(1)
+    optimizer = {"sgd": sgd, "adam": adam}[options.optimizer]
+    with terminal() if options.bar else contextlib.redirect_stdout(sys.stderr):
+        facts = {
+            name: measure(
+                replace(ON_CPU[name], optimizer=optimizer), loops, options.steps, options.rounds
+            )
+            for name in options.what
         }
-    facts |= {**vars(options), "torch": torch.__version__, "python": platform.python_version()}
-    json.dump(facts, sys.stdout, indent=2)
-    print()
+    print(json.dumps(facts, indent=2) if options.json else table(facts))
 
 
 if __name__ == "__main__":

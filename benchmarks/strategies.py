@@ -5,6 +5,7 @@ median step of each run, and the median ratio of a round. Both programs with Hor
 it is not installed.
 
     python benchmarks/strategies.py [--rounds 7] [--steps 300] [--width 64]
+                                    [--tensors 300] [--programs "DDP by hand" ddp]
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ MODEL = """
 import os, statistics, sys, time, torch
 from torch import nn
 
-steps, width = int(os.environ["STEPS"]), int(os.environ["WIDTH"])
+steps, width, tensors = (int(os.environ[name]) for name in ("STEPS", "WIDTH", "TENSORS"))
 torch.manual_seed(0)
-layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.ReLU())]
+layers = [layer for _ in range(tensors // 2 - 1) for layer in (nn.Linear(width, width), nn.ReLU())]
 model = nn.Sequential(*layers, nn.Linear(width, 10))
 batches = [(torch.randn(32, width), torch.randint(0, 10, (32,))) for _ in range(steps)]
 ends = []
@@ -164,6 +165,7 @@ def microseconds(command: list[str], options: argparse.Namespace) -> float:
         "OMP_NUM_THREADS": "1",
         "STEPS": str(options.steps),
         "WIDTH": str(options.width),
+        "TENSORS": str(options.tensors),
     }
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=600, check=False
@@ -180,10 +182,14 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--width", type=int, default=64, help="of four hidden layers")
+    parser.add_argument("--width", type=int, default=64, help="of the hidden layers")
+    parser.add_argument("--tensors", type=int, default=10, help="two a layer")
+    parser.add_argument("--programs", nargs="+", help="default: all")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         programs = commands(Path(folder))
+        chosen = options.programs or programs
+        programs = {name: command for name, command in programs.items() if name in chosen}
         rounds = [
             {name: microseconds(command, options) for name, command in programs.items()}
             for _ in range(options.rounds)
