@@ -186,26 +186,28 @@ def test_functions_for_each_group_are_refused():
     assert "LambdaLR takes no group" in refusal(Two())
 
 
+class Optimized(Net):
+    """Has an optimizer of torch, also SparseAdam, which steps the table alone."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name, self.table = name, nn.Embedding(2, 1, sparse=name == "SparseAdam")
+
+    def training_step(self, batch, batch_idx):
+        table = self.table(torch.tensor([0])).sum() ** 2
+        return super().training_step(batch, batch_idx) + table
+
+    def configure_optimizers(self):
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return pools.optimizers_of(self.name, trained, list(self.table.parameters()))
+
+    def on_train_epoch_end(self):
+        self.seen.append(weights(self))
+
+
 @pytest.mark.parametrize("name", pools.optimizers())
 def test_an_optimizer_trains_the_new_group_or_is_refused(name):
-    class Optimized(Net):
-        def __init__(self):
-            super().__init__()
-            self.table = nn.Embedding(2, 1, sparse=name == "SparseAdam")
-
-        def training_step(self, batch, batch_idx):
-            return (
-                super().training_step(batch, batch_idx) + self.table(torch.tensor([0])).sum() ** 2
-            )
-
-        def configure_optimizers(self):
-            trained = [p for p in self.parameters() if p.requires_grad]
-            return pools.optimizers_of(name, trained, list(self.table.parameters()))
-
-        def on_train_epoch_end(self):
-            self.seen.append(weights(self))
-
-    net = Optimized()
+    net = Optimized(name)
     if name in ("LBFGS", "Muon", "SparseAdam"):
         assert name in refusal(net)
     else:
@@ -213,13 +215,47 @@ def test_an_optimizer_trains_the_new_group_or_is_refused(name):
         assert [changed(net, e, "backbone.0.weight") for e in (0, 1)] == [False, True]
 
 
+@pytest.mark.parametrize("name", ["LBFGS", "Muon", "SparseAdam"])
+def test_an_optimizer_that_takes_no_group_of_the_users_rule_is_refused_at_once(name):
+    with pytest.raises(UsageError, match=rf"Whole: {name} takes no group .* Fix: another optim"):
+        run(Whole(), 2, net=Optimized(name))
+
+
 def test_a_run_that_ends_before_is_not_refused():
     assert not refusal(Net("OneCycleLR"), BackboneFinetuning(4))
 
 
-def test_a_group_that_the_users_rule_adds_is_refused_at_once():
-    with pytest.raises(UsageError, match=r"Own: OneCycleLR takes no group .* Fix: another sched"):
-        run(Own(), 2, net=Net("OneCycleLR"))
+class Whole(Own):
+    """Adds each parameter of the backbone in epoch 1."""
+
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.backbone, train_bn=False)
+
+
+@pytest.mark.parametrize("name", ["CyclicLR", "OneCycleLR", "SWALR"])
+def test_a_scheduler_that_takes_no_group_of_the_users_rule_is_warned_of(name):
+    text = f"Whole: {name} takes no group .* Fix: another sched"
+    with (
+        pytest.warns(UserWarning, match=f"{text}.* must add no group"),
+        pytest.raises(UsageError, match=text),
+    ):
+        run(Whole(), 2, net=Net(name))
+
+
+@pytest.mark.filterwarnings("error:Never")
+def test_a_rule_that_adds_no_group_trains_with_each_scheduler():
+    class Never(Own):
+        def freeze_before_training(self, pl_module):
+            pl_module.backbone[0].bias.requires_grad_(False)
+
+        def finetune_function(self, pl_module, epoch, optimizer):
+            pass
+
+    net = Net("StepLR")
+    run(Never(), 2, net=net)
+    assert not changed(net, 1, "backbone.0.bias")
+    with pytest.warns(UserWarning, match="Never: OneCycleLR takes no group"):
+        run(Never(), 2, net=Net("OneCycleLR"))
 
 
 def test_a_rate_of_nothing_is_a_warning():
@@ -236,3 +272,13 @@ def test_averaged_epochs_set_the_rate_of_the_new_group():
     swa = StochasticWeightAveraging(0.5, 2, annealing_epochs=2, annealing_strategy="linear")
     rates = run(BackboneFinetuning(2), plugins=[swa]).rates
     assert rates[1:] == [[0.01], pytest.approx([0.255, (0.0255 + 0.5) / 2]), [0.5, 0.5]]
+
+
+@pytest.mark.parametrize("callback", [BackboneFinetuning(2), Whole()])
+def test_a_list_of_averaged_rates_is_refused_beside_new_groups(callback):
+    net = Net()
+    with pytest.raises(
+        UsageError, match=rf"{type(callback).__name__} adds groups .* Fix: one rate"
+    ):
+        run(callback, plugins=[StochasticWeightAveraging([0.5], 2)], net=net)
+    assert not net.seen

@@ -55,7 +55,7 @@ def _parts(scheduler: Any) -> Iterator[Any]:
 def check_optimizer(owner: str, optimizer: Optimizer, later: Sequence[nn.Parameter]) -> None:
     """Refuse an optimizer that cannot step parameters which it gets later.
 
-    A new one with small parameters tries it: no attribute tells.
+    It steps a new optimizer of the class with small parameters: no attribute says what it can step.
 
     Raises:
         UsageError: it cannot, as Muon, which takes matrices alone.
@@ -68,7 +68,7 @@ def check_optimizer(owner: str, optimizer: Optimizer, later: Sequence[nn.Paramet
         group = {**optimizer.param_groups[0], "params": first}
         alike: Any = type(optimizer)([group])  # type: ignore[call-arg]
         alike.add_param_group({"params": small})
-    except (TypeError, ValueError):  # a class with arguments of its own: only its step tells
+    except (TypeError, ValueError):  # the class has other arguments, so no trial can be made
         return
     try:
         alike.step(lambda: torch.zeros(()))
@@ -81,7 +81,7 @@ def check_optimizer(owner: str, optimizer: Optimizer, later: Sequence[nn.Paramet
 def check_scheduler(owner: str, scheduler: Any, added: int) -> None:
     """Refuse a scheduler that fails if its optimizer has more groups than it knows.
 
-    A copy tries it: no attribute tells.
+    It steps a copy of the scheduler: no attribute says how many groups it can have.
 
     Args:
         added: groups that the optimizer will get.
