@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from geartrain import Run, UsageError, hookimpl
-from geartrain.plugin_api import warn
+from geartrain.plugin_api import parameters_of, warn
 from geartrain_callbacks.callback import Adapter, Callback
 from geartrain_callbacks.later_groups import check_optimizer, check_scheduler, following
 
@@ -28,7 +28,9 @@ class BaseFinetuning(Callback):
     the parameters that train: ``Adam(p for p in self.parameters() if p.requires_grad)``.
 
     torch's schedulers go on with the groups that ``finetune_function`` adds and the rates that it
-    sets. The error of one that cannot comes at once.
+    sets. A scheduler that cannot, or an optimizer that cannot step such a group, is an error when
+    the group is added. Of a scheduler a warning comes before training, if this callback froze
+    parameters that no optimizer has.
 
     A run that resumes calls ``finetune_function`` again for each epoch before, which restores the
     groups of the optimizers; their rates then come from the checkpoint.
@@ -69,9 +71,13 @@ class BaseFinetuning(Callback):
         with following(schedulers):
             for optimizer in run.optimizers:
                 self.finetune_function(run.module, epoch, optimizer)
-        if [len(optimizer.param_groups) for optimizer in run.optimizers] != before:
-            for scheduler in schedulers:
-                check_scheduler(type(self).__name__, scheduler, 0)
+        name = type(self).__name__
+        for optimizer, count in zip(run.optimizers, before, strict=True):
+            added = [p for group in optimizer.param_groups[count:] for p in group["params"]]
+            if added:
+                check_optimizer(name, optimizer, added)
+                for scheduler in schedulers:
+                    check_scheduler(name, scheduler, 0)
 
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
@@ -218,6 +224,8 @@ class _FinetuningAdapter(Adapter):
     """The plugin of a finetuning callback: it freezes, and restores the groups after a resume."""
 
     callback: BaseFinetuning
+    #: The parameters that the callback froze before training.
+    _frozen: Sequence[nn.Parameter] = ()
 
     @hookimpl(wrapper=True)
     def setup_process_group(self, run: Run) -> Generator[None, Any, Any]:
@@ -237,7 +245,9 @@ class _FinetuningAdapter(Adapter):
         model = yield
         # After the wrapper, which looks only for parameters that have a gradient when it is made.
         if run.command == "fit":
+            trained = [p for p in run.module.parameters() if p.requires_grad]
             self.callback.freeze_before_training(run.module)
+            self._frozen = [p for p in trained if not p.requires_grad]
         return model
 
     @hookimpl(wrapper=True)
@@ -249,6 +259,18 @@ class _FinetuningAdapter(Adapter):
                 for schedule in run.schedulers:
                     check_scheduler(name, schedule.scheduler, 1)
         return (yield)
+
+    @hookimpl
+    def on_run_start(self, run: Run) -> None:
+        stepped = set(parameters_of(run.optimizers))
+        if isinstance(self.callback, BackboneFinetuning) or stepped.issuperset(self._frozen):
+            return
+        for schedule in run.schedulers:
+            try:
+                check_scheduler(type(self.callback).__name__, schedule.scheduler, 1)
+            except UsageError as error:  # a warning, because finetune_function may add no group
+                if run.world.rank == 0:
+                    warn(f"{error}. Otherwise finetune_function must add no group")
 
     @hookimpl(wrapper=True)
     def load_checkpoint(self, run: Run) -> Generator[None, Any, Any]:

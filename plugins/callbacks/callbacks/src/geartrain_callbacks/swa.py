@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Generator
 from typing import Any, Literal
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from geartrain import Plan, Run, UsageError, hookimpl
 from geartrain.plugin_api import close_batches, warn
 from geartrain_callbacks.ema import EMA
+from geartrain_callbacks.finetuning import BaseFinetuning
 
 
 class StochasticWeightAveraging(EMA):
@@ -32,7 +34,8 @@ class StochasticWeightAveraging(EMA):
 
     Raises:
         UsageError: an argument is out of range; the module optimizes manually or has several
-            optimizers; or a fraction is given without ``max_epochs``.
+            optimizers; a fraction is given without ``max_epochs``; or a list beside a callback that
+            adds groups.
 
     Source: Izmailov et al., "Averaging Weights Leads to Wider Optima and Better Generalization",
     2018, with the recipe of ``torch.optim.swa_utils``; options of PyTorch Lightning.
@@ -83,6 +86,15 @@ class StochasticWeightAveraging(EMA):
                 raise UsageError(f"{message}, which has no end. Fix: give max_epochs, or an epoch")
             start = int(epochs * start)
         self._start = max(start - 1, 0)
+
+    @hookimpl(wrapper=True)
+    def launch(self, run: Run) -> Generator[None, Any, Any]:
+        for part in run.hooks.parts if isinstance(self.swa_lrs, list) else ():
+            if isinstance(callback := getattr(part.plugin, "callback", None), BaseFinetuning):
+                message = "geartrain-callbacks[swa]: swa_lrs has a rate for each group, and "
+                message += f"{type(callback).__name__} adds groups in training"
+                raise UsageError(f"{message}. Fix: one rate for all groups, as swa_lrs=0.05")
+        return (yield)
 
     @hookimpl
     def on_run_start(self, run: Run) -> None:
