@@ -175,6 +175,63 @@ class Saved:
         run.module.at("on_checkpoint_saved")
 
 
+class Stops(Net):
+    """Rank 1 asks for the end of training in its second step."""
+
+    def training_step(self, batch, batch_idx):
+        if (self.global_step, self.global_rank) == (1, 1):
+            self.trainer.should_stop = True
+        return super().training_step(batch, batch_idx)
+
+
+class Data(gt.DataModule):
+    """Has a level, which its samples have and which rises with each epoch; see :class:`Rises`."""
+
+    def __init__(self):
+        super().__init__()
+        self.level = 0
+
+    def state_dict(self):
+        return {"level": self.level}
+
+    def load_state_dict(self, state):
+        self.level = state["level"]
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        x = torch.randn(4, generator=torch.Generator().manual_seed(index))
+        return x + self.level, x.sum().sin().reshape(1)
+
+    def train_dataloader(self):
+        return DataLoader(self, batch_size=4, shuffle=True)
+
+    def val_dataloader(self):
+        return DataLoader(self, batch_size=4)
+
+
+class Curriculum(Data):
+    """Has one batch more for each level that it has when its loader is made."""
+
+    def train_dataloader(self):
+        return DataLoader(range(16 + 4 * self.level), batch_size=4, collate_fn=self.collate)
+
+    def collate(self, numbers):
+        return torch.utils.data.default_collate([self[number] for number in numbers])
+
+
+class Rises(Net):
+    """Raises the level of its data module in an event, also of an epoch's start."""
+
+    def __init__(self, event, **options):
+        super().__init__(**options)
+        setattr(self, event, self.rise)
+
+    def rise(self):
+        self.trainer.datamodule.level += 1
+
+
 def fit(
     folder,
     devices,
@@ -184,6 +241,7 @@ def fit(
     net=None,
     kind=Forgetful,
     resume=None,
+    data=None,
     **options,
 ):
     """Train in a folder; return the trainer and the module."""
@@ -204,7 +262,9 @@ def fit(
     )
     loader = DataLoader(Samples(38), batch_size=4, shuffle=True, num_workers=workers)
     validation = DataLoader(Samples(9, noise=0.0), batch_size=2)
-    trainer.fit(module, loader, validation, ckpt_path=resume)
+    loaders = {"datamodule": data} if data else {"train_dataloaders": loader}
+    loaders |= {} if data else {"val_dataloaders": validation}
+    trainer.fit(module, **loaders, ckpt_path=resume)
     return trainer, module
 
 

@@ -9,29 +9,24 @@ import torch.distributed as dist
 
 from geartrain_elastic.group import Group
 
+from .threads import in_threads
+
 
 def in_groups(ranks, function):
     """Return the results of ``function(group)`` of each process of a group, in threads."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    results = [None] * len(ranks)
     done = threading.Barrier(len(ranks))  # a group's sockets are found among the process's
 
     def work(index):
         prefixed = dist.PrefixStore("group", dist.TCPStore("127.0.0.1", store.port, None, False))
         group = Group(prefixed, index, ranks, timedelta(seconds=30))
         try:
-            results[index] = function(group)
-        except RuntimeError as error:
-            results[index] = error
-        done.wait(60)
-        group.close()
+            return function(group)
+        finally:
+            done.wait(60)
+            group.close()
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(ranks))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return results
+    return in_threads(work, len(ranks))
 
 
 @pytest.fixture(autouse=True)

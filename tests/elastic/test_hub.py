@@ -1,7 +1,5 @@
 """Ranks of one process meet in a collective; here without a strategy's processes."""
 
-import threading
-from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +8,9 @@ from torch import nn
 
 from geartrain import TrainingError, World
 from geartrain_elastic import ElasticStrategy
-from geartrain_elastic.group import Group
-from geartrain_elastic.hub import Hub, RandomState
+from geartrain_elastic.hub import RandomState
+
+from .threads import hub_of, in_threads
 
 
 class Net(nn.Module):
@@ -28,8 +27,7 @@ class Net(nn.Module):
 
 def reduced(frozen, names=("ab", "ab")):
     """Return the gradients of each rank after their reduction, or its error."""
-    hub, found = Hub(len(frozen)), [None] * len(frozen)
-    hub.open_group(Group(None, 0, [range(len(frozen))], timedelta(seconds=1)))
+    hub = hub_of(len(frozen))
     for rank in range(len(frozen)):
         hub.seat(rank)
     start = RandomState.now()
@@ -46,17 +44,11 @@ def reduced(frozen, names=("ab", "ab")):
         try:
             strategy.reduce_gradients(run)
             named = module.named_parameters()
-            found[rank] = {n: None if p.grad is None else p.grad[0].item() for n, p in named}
-        except Exception as error:
-            found[rank] = error
-        hub.finish(rank)
+            return {n: None if p.grad is None else p.grad[0].item() for n, p in named}
+        finally:
+            hub.finish(rank)
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(frozen))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return found
+    return in_threads(work, len(frozen))
 
 
 @pytest.mark.parametrize(

@@ -199,6 +199,7 @@ def test_options(options, message):
         ({"num_nodes": 2}, r"one machine on the cpu, not on 2 node\(s\) with cpu. Fix"),
         ({"plugins": [AsyncCheckpoint()]}, "lose the file that it still writes. Fix: leave out"),
         ({"plugins": [Preemption()]}, "lets another one take its place. Fix: leave out preempt"),
+        ({"reload_dataloaders_every_n_epochs": 2}, "of an earlier epoch. Fix: reload_data.*s=1"),
     ],
 )
 def test_plans(options, message, tmp_path):

@@ -63,9 +63,9 @@ class Timer(FreshStart, PluginCallback):
     def on_run_start(self, run: Run) -> None:
         self._started = time.monotonic() if run.command == "fit" else None
         self._said = False
-        if run.loop.resumed is not None and self._stop_if_over(
-            run
-        ):  # it was over in the checkpoint
+        resumed = run.loop.resumed
+        from_file = resumed is not None and resumed.path is not None  # others go on with one rank
+        if from_file and self._stop_if_over(run):  # it was over in the checkpoint
             self._said = True
             say(run, f"timer: {timedelta(seconds=self.seconds)} are over.")
 

@@ -280,8 +280,7 @@ class _Member:
         if snapshot is not None:
             run.loop.memory_checkpoint = snapshot.checkpoint()
             run.plan = replace(run.plan, resumes=True)
-            kept = run.loop.memory_checkpoint["fit"]["ranks"][rank]["elastic"]
-            strategy.go_on_from(run, kept)
+            strategy.go_on_from(run, run.loop.memory_checkpoint["fit"]["ranks"][rank])
 
     def _fail(self, rank: int, error: BaseException) -> None:
         """Report the error of a rank, and end this process if another one may try again."""

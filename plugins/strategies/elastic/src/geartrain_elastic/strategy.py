@@ -9,6 +9,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import replace as changed
 from datetime import timedelta
 from itertools import chain, islice
@@ -21,7 +22,7 @@ from torch import nn
 
 from geartrain import Layout, Plan, PlanRequest, Run, TrainingError, UsageError, World, hookimpl
 from geartrain.parallel import SeveralRanks, refuse_sparse, refuse_unequal, shard
-from geartrain.plugin_api import RankCoordinator
+from geartrain.plugin_api import RankCoordinator, Stage
 from geartrain_elastic.gradients import Gradients, spread
 from geartrain_elastic.hub import Call, Hub, Result
 from geartrain_elastic.objects import RankObjects
@@ -99,6 +100,13 @@ class ElasticStrategy:
         self.objects: RankObjects | None = None
         #: Of a rank that starts again, the state of its objects.
         self.saved_objects = b""
+        #: Of a rank that starts again, the state of its data module, if that has one.
+        self.saved_data: Any = None
+        #: Of a rank that starts again, whether it wanted to stop, and whether ranks have agreed to.
+        self.saved_stop = False, False
+        #: True while a rank that starts again loads its state. It then keeps the loaders of its
+        #: set-up, which the rank before it had, also if the data module's state is loaded.
+        self.loads = False
         self._snapshot_is_due = False
         #: The caller of ``on_step_end``.
         self._on_step_end: Callable[..., Any] = _do_nothing
@@ -131,6 +139,11 @@ class ElasticStrategy:
         for name in ("async_checkpoint", "preemption"):
             if any(plugin.name == name for plugin in plan.plugins):
                 raise UsageError(f"{label}: {_REFUSED[name]}. Fix: leave out {name}")
+        if plan.options.reload_dataloaders_every_n_epochs > 1:
+            raise UsageError(
+                f"{label}: a rank that starts again cannot make the loaders of an earlier epoch. "
+                "Fix: reload_dataloaders_every_n_epochs=1"
+            )
 
     @hookimpl
     def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
@@ -154,13 +167,16 @@ class ElasticStrategy:
 
     @hookimpl
     def shard_dataloader(self, run: Run, loader: Iterable[Any], stage: str) -> Iterable[Any]:
+        if self.loads:
+            return loader
         sharded = shard(run, loader, stage)
         return seeded(sharded) if run.command == "fit" else sharded
 
     @hookimpl
     def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
         model = model.to(run.device)
-        if run.loop.memory_checkpoint is not None:  # which has the weights
+        self.loads = run.loop.memory_checkpoint is not None  # which has the weights
+        if self.loads:
             return model
         tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
         data = _bytes_of(tensors) if run.world.rank == 0 else b""
@@ -227,6 +243,7 @@ class ElasticStrategy:
 
     @hookimpl(wrapper=True)
     def on_fit_start(self, run: Run) -> Generator[None, Any, Any]:
+        self.loads = False
         results = yield
         if run.world.size > 1:
             self.objects = RankObjects(run)
@@ -248,17 +265,21 @@ class ElasticStrategy:
         return {
             "weight": self.weight,
             "exhausted": self.is_exhausted,
+            "stop": (run.should_stop, run.logs.stop),
             "objects": self.objects.state(),
             "files": _ends(run) if run.world.rank == 0 else [],
         }
 
-    def go_on_from(self, run: Run, kept: dict[str, Any]) -> None:
-        """Set what :meth:`kept_of` returned, before the rank starts again.
+    def go_on_from(self, run: Run, state: dict[str, Any]) -> None:
+        """Set the rank's state, with what :meth:`kept_of` returned, before it starts again.
 
         What was appended to files later is removed: the rank writes it again.
         """
+        kept = state["elastic"]
         self.weight, self.is_exhausted = kept["weight"], kept["exhausted"]
-        self.saved_objects = kept["objects"]
+        self.saved_objects, self.saved_stop = kept["objects"], kept["stop"]
+        # A copy: the checkpoint's, which is loaded before it, may become a part of the data module.
+        self.saved_data = deepcopy(state["parts"].get("datamodule"))
         for number, path, end in kept["files"]:
             if path.exists():
                 cut = os.truncate if number is None else run.hooks.parts[number].plugin.cut
@@ -343,6 +364,13 @@ class _Coordinator(SeveralRanks):
         if run.loop.memory_checkpoint is None:  # otherwise the rank has passed it before
             super().check(run, checkpoint)
 
+    def check_loaders(self, run: Run, stage: str, count: int) -> None:
+        if not self._strategy.loads:
+            super().check_loaders(run, stage, count)
+
+    def count_batches(self, run: Run, name: str, stage: Stage) -> Stage:
+        return run.stages[name] if self._strategy.loads else super().count_batches(run, name, stage)
+
     def total_weight(self, run: Run, weight: Any) -> Any:
         if run.loop.weights is not None:
             return super().total_weight(run, weight)
@@ -390,6 +418,10 @@ class _Coordinator(SeveralRanks):
             # The events at the start of the epoch have come again: what they changed is set back.
             run.hooks.load_model_state(run=run, state=memory["model"])
             objects.restore(self._strategy.saved_objects)
+            if self._strategy.saved_data is not None:
+                data: Any = run.trainer.datamodule
+                data.load_state_dict(self._strategy.saved_data)
+            run.should_stop, run.logs.stop = self._strategy.saved_stop
         hub.go_on(run.world.rank)
 
     def gather_states(self, run: Run, local: dict[str, Any]) -> list[dict[str, Any]]:
