@@ -75,16 +75,16 @@ EPOCHS, STEPS, BATCH = 3, 14, 4
 
 
 def draw(seed: int, number: int, strategy: str | None = None) -> dict[str, Any]:
-    """Return a case: the same for the same numbers."""
+    """Return a random case, which is the same for the same arguments."""
     choose = random.Random(f"{seed} {number}")
     case = {name: choose.choice(values) for name, values in FACTORS.items()}
     case["strategy"] = strategy or case["strategy"]
     if case["strategy"] == "single":
         case["ranks"] = 1
-    if case["data"] != "map":  # a stream is not shuffled, and has no batch of one sample
+    if case["data"] != "map":  # a stream cannot be shuffled; 24 leaves no batch of one sample
         case["shuffle"], case["samples"] = False, 24
     if case["data"] == "iterable" and case["persistent"] and case["workers"]:
-        case["noise"] = False  # nobody knows the random state of such workers; a warning says so
+        case["noise"] = False  # a resume cannot restore the random state of such workers, and warns
     return case
 
 

@@ -1,4 +1,4 @@
-"""Borders that state crosses: each runs a draw with and without the border, and compares.
+"""The borders that state crosses. Each runs a draw with and without the border, and compares.
 
 A run is a fork of this process, or one fork per rank; see tests/shared/rank_server.py.
 """
@@ -18,11 +18,11 @@ from ..drills.kill_and_resume import UNCOMPARED, values
 from . import hand
 from .program import KILLED, Draw, program
 
-#: Strategies that start processes of their own: torch is imported again, which takes seconds.
+#: Strategies that start new processes, which import torch again; that takes seconds.
 STARTS_PROCESSES = ("ddp_spawn", "spawn", "elastic")
-#: Strategies whose ranks are all in one process.
+#: Strategies for which the swarm starts one process: it has all ranks, or starts their processes.
 ONE_PROCESS = ("single", "threads", "dp", "ddp2", *STARTS_PROCESSES)
-#: Relative tolerances by precision, if additions have another order.
+#: Relative tolerance by precision, for runs that add up in another order.
 TOLERANCE = {"64-true": 1e-7, "32-true": 2e-3}
 SECONDS = {True: 90.0, False: 40.0}
 
@@ -172,17 +172,17 @@ def resume(runs: Runs, ends: str, tolerance: float = 0.0, **other: Any) -> list[
 
 
 def killed(runs: Runs) -> list[str]:
-    """A run is killed and resumes in another process."""
+    """A run is killed, and another process resumes it."""
     return resume(runs, "killed")
 
 
 def error(runs: Runs) -> list[str]:
-    """A run ends with an error and resumes."""
+    """A run ends with an error, and another process resumes it."""
     return resume(runs, "error")
 
 
 def epochs(runs: Runs) -> list[str]:
-    """A run of one epoch goes on with more."""
+    """A run of one epoch ends, and a second run resumes it up to more epochs."""
     whole = runs.run("whole")
     runs.run("part", epochs=1)
     return compare(runs.run("part", resume="last"), whole)

@@ -9,15 +9,15 @@ from . import pools
 from .borders import BORDERS, STARTS_PROCESSES
 from .program import Draw
 
-#: Strategies that give two ranks one process's weights; bagua does by default.
+#: Strategies with which two ranks have the weights of one process; bagua's default algorithm does.
 EQUAL_TO_ONE = tuple(name for name in pools.strategies() if name not in ("single", "ddp2"))
-#: Events that come not between the batch's start and its end.
+#: Events that do not occur between the start and the end of a training batch.
 HARMLESS = ("on_train_epoch_end", "on_save_checkpoint")
-#: Loaders that keep samples, or a copy of the dataset, from when they were made.
+#: Loaders that hold samples, or a copy of the dataset, of the time when they were made.
 KEEPS_SAMPLES = ("list", "stateful", "persistent")
 #: One draw in so many has processes that import torch themselves.
 REAL_START = 8
-#: Plugins that change the training, which the loop by hand does not know.
+#: Plugins that change the training in ways that the loop by hand does not copy.
 TRAINS_OTHERWISE = (
     *("accumulation_scheduler", "backbone_finetuning", "early_stopping"),
     *pools.AVERAGES,
@@ -25,7 +25,7 @@ TRAINS_OTHERWISE = (
 
 
 def weighted(choose: random.Random, common: Any, others: Sequence[Any], chance: float) -> Any:
-    """Return the common value, or by the chance one of the others."""
+    """Return one of the others with the probability ``chance``, otherwise the common value."""
     return choose.choice(others) if choose.random() < chance else common
 
 
@@ -112,7 +112,10 @@ def _scheduler(choose: random.Random, depth: int) -> str:
 
 
 def same_on_ranks(choose: random.Random, made: Draw, strategies: list[str]) -> Draw:
-    """Leave out what the number of ranks changes by its meaning: noise, streams, random orders."""
+    """Remove values with which two ranks rightly train otherwise than one.
+
+    Examples are noise, of which each rank draws its own, and loaders in random order.
+    """
     ordered = ("plain", "dataset:TensorDataset", "dataset:StackDataset", "dataset:ConcatDataset")
     loader = choose.choice([*ordered, "sampler:SequentialSampler", "iterable"])
     hook = made.hook if "valid" not in made.hook else ""
@@ -157,24 +160,24 @@ def in_a_loop(choose: random.Random, made: Draw, strategies: list[str]) -> Draw:
         plugins=tuple(plugins),
         hook="",
         noise=False,
-        # What a plateau sees between two validations is a decision of the loop's, which
-        # tests/core/loop has.
+        # After each epoch or never: the metric that a plateau scheduler reads between validations
+        # is tested in tests/core/loop.
         validation=choose.choice(["epoch", "none"]),
         interval="epoch" if "Plateau" in made.scheduler else made.interval,
     )
 
 
 def without_validation_hook(choose: random.Random, made: Draw, strategies: list[str]) -> Draw:
-    """A sanity check calls the hooks of a validation."""
+    """Remove a hook of validation that changes state: a sanity check would call it, too."""
     return replace(made, hook="" if "validation" in made.hook else made.hook)
 
 
 def without_swa(choose: random.Random, made: Draw, strategies: list[str]) -> Draw:
-    """Until ``fit`` is done, ``swa`` has the average beside the weights that a test loads."""
+    """Remove ``swa``: its average becomes the weights only after ``last.ckpt`` was saved."""
     return replace(made, plugins=tuple(name for name in made.plugins if name != "swa"))
 
 
-#: What a border needs, or cannot promise.
+#: By border, a function that removes values with which its two sides need not be equal.
 LIMITS: dict[str, Callable[[random.Random, Draw, list[str]], Draw]] = {
     "ranks": on_strategies,
     "other_strategy": on_strategies,
@@ -187,7 +190,7 @@ LIMITS: dict[str, Callable[[random.Random, Draw, list[str]], Draw]] = {
 
 
 def simpler(made: Draw) -> list[Draw]:
-    """Return draws with one value less each, of which the simplest that fails is looked for."""
+    """Return draws that are each simpler by one value, for the search of the simplest failure."""
     default = Draw()
     found = [
         replace(made, **{field.name: getattr(default, field.name)})

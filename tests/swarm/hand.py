@@ -1,4 +1,4 @@
-"""The loop by hand: what a user would write without geartrain."""
+"""A training loop in plain torch, whose weights are compared with those of geartrain."""
 
 from collections import defaultdict
 from dataclasses import asdict
@@ -11,7 +11,7 @@ from .program import Draw, Model
 
 
 def train(draw: Draw, batches: dict[str, Any]) -> dict[str, Any]:
-    """Train on batches by ``"EPOCH BATCH"`` and return the weights."""
+    """Train on the batches, whose keys are ``"EPOCH BATCH"``, and return the weights."""
     model = Model(asdict(draw))
     if draw.precision == "64-true":
         model = model.double()

@@ -1,4 +1,4 @@
-"""A draw as a program: its module, its data and its trainer, and one fit of it."""
+"""Make a program of a draw (its module, data and trainer), and run it."""
 
 import multiprocessing
 import os
@@ -100,7 +100,7 @@ class Draw:
 
 
 class Samples(data.Dataset):
-    """Samples by number, with random numbers if asked for; a data module's level shifts them."""
+    """Samples by number. Noise is added if ``noise``, and a multiple of a data module's level."""
 
     def __init__(self, numbers: Any, noise: bool = False, source: "Source | None" = None) -> None:
         self.numbers, self.noise, self.source = list(numbers), noise, source
@@ -207,7 +207,7 @@ def sampler_of(name: str, samples: Any) -> Any:
 
 
 def loader_of(kind: str, batch: int, rank: int, ranks: int, source: "Source | None" = None) -> Any:
-    """Return the loader of a kind in :func:`pools.loaders`; rank and size of a stream."""
+    """Return the loader of a kind in :func:`pools.loaders`; only streams use rank and ranks."""
     samples, make = Samples(range(SAMPLES), source=source), data.DataLoader
     family, _, name = kind.partition(":")
     if family == "sampler":
@@ -286,12 +286,12 @@ class Ended(Exception):
 
 
 class Model(gt.Module):
-    """A small regression; the draw says what it does besides."""
+    """A small regression model. The draw selects its optimizers, hooks and loaders."""
 
     def __init__(self, draw: dict[str, Any], seed: int = 0) -> None:
         super().__init__()
         self.save_hyperparameters()
-        #: The part of the border that this run is.
+        #: The settings of this run, which is on one side of the border; see :func:`program`.
         self.part: dict[str, Any] = {}
         draw["plugins"] = tuple(draw["plugins"])
         self.draw = Draw(**draw)
@@ -458,7 +458,7 @@ class Model(gt.Module):
 
 
 class BackwardModel(Model):
-    """Overrides that do what the defaults do."""
+    """Overrides ``backward``, and computes what the default computes, as the classes below do."""
 
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
@@ -555,7 +555,7 @@ def trainer_of(draw: Draw, folder: str, part: dict[str, Any]) -> gt.Trainer:
 
 
 class Ends:
-    """Keeps a run's results at its end on the module, while each rank still has its own."""
+    """Stores each rank's results as an attribute of its module when the run ends."""
 
     def __init__(self, plugins: dict[str, Any]) -> None:
         self.plugins = plugins
