@@ -17,12 +17,24 @@ from geartrain_callbacks import fast
 
 SGD, Adam, AdamW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
 OPTIMIZERS = {
+    "SGD momentum": partial(SGD, lr=0.1, momentum=0.9, dampening=0.1),
+    "SGD nesterov": partial(SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "Adam": partial(Adam, lr=0.01, betas=(0.5, 0.7)),
+    "Adam decay": partial(Adam, lr=0.01, weight_decay=0.1),
+    "AdamW": partial(AdamW, lr=0.01, eps=1e-3),
+}
+#: Have no states to join, or options with other operations.
+NOT_JOINED = {
     "SGD": partial(SGD, lr=0.1),
-    "SGD momentum": partial(SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "Adam": partial(Adam, lr=0.01),
+    "SGD decay": partial(SGD, lr=0.1, weight_decay=0.01),
+    "SGD maximize": partial(SGD, lr=0.1, momentum=0.9, maximize=True),
     "Adam amsgrad": partial(Adam, lr=0.01, amsgrad=True, weight_decay=0.1),
-    "Adam maximize": partial(Adam, lr=torch.tensor(0.01), maximize=True, betas=(0.5, 0.7)),
-    "AdamW": partial(AdamW, lr=0.01),
+    "Adam maximize": partial(Adam, lr=0.01, maximize=True),
+    "Adam tensor": partial(Adam, lr=torch.tensor(0.01)),
+    "Adam fused": partial(Adam, lr=0.01, fused=True),
+    "Adam foreach": partial(Adam, lr=0.01, foreach=True),
+    "RMSprop": partial(torch.optim.RMSprop, lr=0.01),
+    "Adafactor": partial(torch.optim.Adafactor, lr=0.01),
 }
 
 
@@ -46,8 +58,8 @@ class Keeps:
     @gt.hookimpl
     def on_step_end(self, run):
         steps = [f for p in run.hooks.parts for f in getattr(p.plugin, "_flat", {}).values()]
-        pieces = [piece for flat in steps for piece in flat._pieces if piece.is_joined]
-        self.longest = max([piece.parameter.numel() for piece in pieces], default=0)
+        pieces = [piece for flat in steps for piece in flat.pieces]
+        self.longest = max([piece.size for piece in pieces if piece.is_joined], default=0)
 
     @gt.hookimpl
     def on_train_end(self, run):
@@ -87,6 +99,25 @@ def assert_same(make, *plugins, joined=True, **options):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_every_bit_is_the_same(optimizer):
     assert_same(partial(Deep, optimizer))
+
+
+@pytest.mark.parametrize("optimizer", NOT_JOINED.values(), ids=NOT_JOINED)
+def test_every_bit_is_the_same_where_nothing_is_joined(optimizer):
+    assert_same(partial(Deep, optimizer), joined=False)
+
+
+class Changes(Deep):
+    """Changes its optimizer's options in ways that the joined steps do not compute."""
+
+    def on_train_epoch_start(self):
+        (group,) = self.trainer.optimizers[0].param_groups
+        group["maximize"] = self.current_epoch == 1
+        if self.current_epoch == 2:
+            group["lr"] = torch.tensor(0.02)
+
+
+def test_options_that_change():
+    assert_same(Changes, joined=False)
 
 
 @pytest.mark.parametrize(
@@ -200,11 +231,6 @@ class Hooked(Deep):
 def test_an_optimizer_with_hooks_steps_as_before():
     assert_same(Hooked, joined=False)
     assert run(Hooked, "fast")[0].calls == 18
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.RMSprop, torch.optim.Adafactor])
-def test_other_optimizers_step_as_before(optimizer):
-    assert_same(partial(Deep, partial(optimizer, lr=0.01)), joined=False)
 
 
 class Manual(Deep):

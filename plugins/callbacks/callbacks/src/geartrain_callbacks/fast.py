@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -16,8 +17,6 @@ from geartrain.plugin_api import plain_step, step_optimizer
 _NAME = "geartrain-callbacks[fast]"
 #: The most elements of a long tensor: larger ones leave the cache of a CPU.
 _LONGEST = 65_536
-#: torch's optimizers that compute each element from the same element of other tensors alone.
-_BY_ELEMENT = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 #: A layout that changes more often is of a model whose parameters take turns.
 _MOST_LAYOUTS = 10
 
@@ -25,13 +24,14 @@ _MOST_LAYOUTS = 10
 class Fast:
     """Step SGD, Adam and AdamW over few long tensors, with the same bits.
 
-    Parameters of up to 65,536 elements and their gradients are copied into longer tensors, of up to
-    65,536 elements each, and their states become parts of such. torch's own code steps these. An
+    The states of parameters become parts of tensors of up to 65,536 elements, into which their
+    gradients are copied. These are stepped by the operations of torch's own code, in its order. An
     operation on each element gives the same bits in a longer tensor, and a step has fewer
     operations. Parameters stay where they are: what refers to their memory sees each step.
 
-    Other parameters and other optimizers step as without this plugin: sparse and complex ones,
-    those that share memory, those of an optimizer with hooks, and ``fused`` optimizers.
+    Other parameters and other optimizers step as without this plugin: on another device than the
+    CPU, sparse and complex ones, those that share memory, those of an optimizer with hooks, and
+    optimizers with ``fused``, ``foreach``, ``amsgrad``, ``maximize`` or a tensor as an option.
     Checkpoints have the same contents. At the end of the run each state has its own memory again.
 
     Raises:
@@ -91,182 +91,276 @@ class _FlatSteps:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._pieces: list[_Piece] = []
-        self._layouts = 0 if type(optimizer) in _BY_ELEMENT else _MOST_LAYOUTS
-        #: Steps the pieces with the optimizer's options.
-        self._joined: Any = None
+        self._groups: list[_Group] = []
         self._state: Any = None
-        self._counted: list[int] = []
-        #: Parameters that have no gradient, and so no step.
-        self._without: list[torch.Tensor] = []
+        rule = _RULES.get(type(optimizer))
+        # A version of torch with more options may compute otherwise.
+        self._rule = rule if rule and optimizer.defaults.keys() <= rule.options else None
+        self._layouts = 0 if self._rule else _MOST_LAYOUTS
+
+    @property
+    def pieces(self) -> list[_Piece]:
+        return [piece for group in self._groups for piece in group.pieces]
 
     def step(self) -> None:
         """Do what ``optimizer.step()`` does."""
-        optimizer = self._optimizer
-        plain = plain_step(optimizer)
+        plain = plain_step(self._optimizer)
         if plain is not None and self._fits():
-            self._step_pieces(plain)
+            with torch.no_grad():
+                for group in self._groups:
+                    group.step()
             return
         self.take_apart()
-        step_optimizer(optimizer)
+        step_optimizer(self._optimizer)
         if plain is not None and self._layouts < _MOST_LAYOUTS:
             self._join()
 
-    def _step_pieces(self, plain: Callable[[Optimizer], None]) -> None:
-        for group, joined in zip(
-            self._optimizer.param_groups, self._joined.param_groups, strict=True
-        ):
-            tensors = joined["params"]
-            joined.update(group)  # its learning rate, which schedulers change
-            joined["params"] = tensors
-        for piece in self._pieces:
-            piece.collect()
-        plain(self._joined)
-        for piece in self._pieces:
-            piece.distribute()
-
     def _fits(self) -> bool:
-        """True if the pieces are still the optimizer's parameters and states, with gradients."""
-        joined = self._joined
+        groups, state = self._optimizer.param_groups, self._optimizer.state
         return (
-            joined is not None
-            and self._state is self._optimizer.state
-            and self._count() == self._counted
-            and all(map(_Piece.fits, self._pieces))
-            and all(parameter.grad is None for parameter in self._without)
+            len(groups) == len(self._groups)
+            and state is self._state
+            and all(
+                group.fits(options) for group, options in zip(self._groups, groups, strict=True)
+            )
         )
 
-    def _count(self) -> list[int]:
-        return [len(group["params"]) for group in self._optimizer.param_groups]
-
     def _join(self) -> None:
-        optimizer, state = self._optimizer, self._optimizer.state
         self._layouts += 1
-        self._state, self._counted, self._without = state, self._count(), []
-        groups, shared = [], _sharing(optimizer)
-        for group in optimizer.param_groups:
-            trained = [p for p in group["params"] if p.grad is not None]
-            self._without += [p for p in group["params"] if p.grad is None]
-            if group.get("fused") or any(id(p) in shared or not _is_plain(p) for p in trained):
+        self._state = self._optimizer.state
+        shared = _sharing(self._optimizer)
+        for options in self._optimizer.param_groups:
+            trained = [p for p in options["params"] if p.grad is not None]
+            alone = any(id(p) in shared or not _is_plain(p) for p in trained)
+            if alone or self._rule is None or not self._rule.can(options):
                 self._layouts = _MOST_LAYOUTS
                 return self.take_apart()
-            pieces = [_Piece(parameters, state) for parameters in _alike(trained, state)]
-            self._pieces += pieces
-            groups.append({**group, "params": [piece.parameter for piece in pieces]})
-        self._joined = object.__new__(type(optimizer))
-        self._joined.__dict__ = {**vars(optimizer), "param_groups": groups}
-        self._joined.state = _States(self._pieces, state)
+            self._groups.append(_Group(options, trained, self._state, self._rule))
 
     def take_apart(self) -> None:
         """Give each state memory of its own again."""
-        for piece in self._pieces:
+        for piece in self.pieces:
             piece.take_apart(self._optimizer.state)
-        self._pieces, self._joined, self._without = [], None, []
+        self._groups = []
 
 
-class _States(dict[torch.Tensor, dict[str, Any]]):
-    """The states of long tensors; that of a parameter which is not joined is the optimizer's."""
+class _Group:
+    """A group of an optimizer, with the pieces of its parameters that have gradients."""
 
-    def __init__(self, pieces: Iterable[_Piece], state: Any) -> None:
-        super().__init__({piece.parameter: piece.state for piece in pieces if piece.is_joined})
-        self._state = state
+    def __init__(
+        self, options: dict[str, Any], trained: list[torch.Tensor], state: Any, rule: _Rule
+    ) -> None:
+        self._options, self._rule, self._names = options, rule, rule.states(options)
+        self._count = len(options["params"])
+        self._without = [p for p in options["params"] if p.grad is None]
+        self.pieces = [_Piece(alike, state, self._names) for alike in _alike(trained, state)]
 
-    def __missing__(self, parameter: torch.Tensor) -> dict[str, Any]:
-        entries: dict[str, Any] = self._state[parameter]
-        return entries
+    def fits(self, options: dict[str, Any]) -> bool:
+        """True if these are still the group's options, parameters and states."""
+        return (
+            options is self._options
+            and len(options["params"]) == self._count
+            and self._rule.can(options)
+            and self._rule.states(options) == self._names
+            and all(map(_Piece.fits, self.pieces))
+            and all(parameter.grad is None for parameter in self._without)
+        )
+
+    def step(self) -> None:
+        for piece in self.pieces:
+            self._rule.step(piece, self._options)
+
+
+@dataclass
+class _Long:
+    """A long tensor, and its parts in the shapes of parameters."""
+
+    whole: torch.Tensor
+    parts: list[torch.Tensor]
 
 
 class _Piece:
-    """Parameters that step as one long tensor; one parameter alone steps as it is."""
+    """Parameters whose states are parts of long tensors; that of one parameter stays as it is.
 
-    def __init__(self, parameters: list[torch.Tensor], state: Any) -> None:
-        self._parameters, self._state = parameters, state
+    Args:
+        parameters: of one dtype, with as many steps.
+        state: the optimizer's.
+        names: of its entries that have a parameter's shape.
+    """
+
+    def __init__(self, parameters: list[torch.Tensor], state: Any, names: Sequence[str]) -> None:
+        self.parameters = parameters
+        self._state, self._dtype = state, parameters[0].dtype
         self._sizes = [parameter.numel() for parameter in parameters]
-        self.is_joined = len(parameters) > 1
-        self.parameter: torch.Tensor = parameters[0]
-        self._copies: list[torch.Tensor] = []
-        #: Of the long tensor.
-        self.state: dict[str, Any] = {}
-        #: The parameters' states by name, as parts of the long ones; numbers are copied.
-        self._kept: dict[str, list[Any]] = {}
-        if self.is_joined:
-            self.parameter = self._join(parameters)
-            self._copies = self._parts(self.parameter)
-            for key, value in state.get(parameters[0], {}).items():
-                values = [state[parameter][key] for parameter in parameters]
-                if isinstance(value, torch.Tensor):
-                    value = value.clone() if _is_number(value) else self._join(values)
-                self._keep(key, value, values)
+        self._entries = [state[parameter] for parameter in parameters] if names else []
+        self.is_joined = len(parameters) > 1 and bool(names)
+        self.states = {name: self._states(name) for name in names}
+        self.steps = [entries["step"] for entries in self._entries if "step" in entries]
+        #: What the optimizer must still have.
+        self._kept = [(entries, *item) for entries in self._entries for item in entries.items()]
+        self._gradients, self._results = self._new(), self._new()
 
-    def _join(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return sum(self._sizes)
 
-    def _parts(self, long: torch.Tensor) -> list[torch.Tensor]:
-        parts = zip(self._parameters, torch.split(long, self._sizes), strict=True)
-        return [part.view(parameter.shape) for parameter, part in parts]
+    def _states(self, name: str) -> _Long:
+        values = [entries[name] for entries in self._entries]
+        if not self.is_joined:
+            return _Long(values[0], values)
+        long = self._split(torch.cat([value.reshape(-1) for value in values]))
+        for entries, part in zip(self._entries, long.parts, strict=True):
+            entries[name] = part
+        return long
 
-    def _keep(self, key: str, value: Any, values: list[Any]) -> None:
-        """Keep a state of the long tensor, and parts of it as the states of the parameters."""
-        if isinstance(value, torch.Tensor) and not _is_number(value):
-            values = self._parts(value)
-        self.state[key], self._kept[key] = value, values
-        for parameter, part in zip(self._parameters, values, strict=True):
-            self._state[parameter][key] = part
+    def _split(self, whole: torch.Tensor) -> _Long:
+        parts = zip(self.parameters, torch.split(whole, self._sizes), strict=True)
+        return _Long(whole, [part.view(parameter.shape) for parameter, part in parts])
+
+    def _new(self) -> _Long | None:
+        """Return a long tensor for results; none for one parameter."""
+        return self._split(torch.empty(self.size, dtype=self._dtype)) if self.is_joined else None
 
     def fits(self) -> bool:
-        """True if parameters and states are those that were joined, and have dense gradients."""
-        for index, parameter in enumerate(self._parameters):
+        """True if states and dtypes are those that were joined, and all gradients are dense."""
+        for parameter in self.parameters:
             gradient = parameter.grad
             if (
                 gradient is None
                 or gradient.layout is not torch.strided
-                or parameter.dtype is not self.parameter.dtype
+                or parameter.dtype is not self._dtype
             ):
                 return False
-            if self._kept:
-                entries = self._state[parameter]
-                for key, values in self._kept.items():
-                    if entries.get(key) is not values[index]:
-                        return False
-        return True
+        for parameter, entries in zip(self.parameters, self._entries, strict=False):
+            if self._state.get(parameter) is not entries:
+                return False
+        return all(entries.get(name) is value for entries, name, value in self._kept)
 
-    @torch.no_grad()
-    def collect(self) -> None:
-        """Copy the parameters and their gradients into the long tensors."""
-        if self.is_joined:
-            gradients: Any = [parameter.grad for parameter in self._parameters]
-            self.parameter.grad = torch._C._nn.flatten_dense_tensors(gradients)
-            torch._foreach_copy_(self._copies, self._parameters)
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the parameters' own gradients."""
+        return [parameter.grad for parameter in self.parameters]  # type: ignore[misc]
 
-    @torch.no_grad()
-    def distribute(self) -> None:
-        """Copy the parameters back, and the numbers in their states that the step has changed."""
-        if self.is_joined:
-            torch._foreach_copy_(self._parameters, self._copies)
-        for key, value in self.state.items() if self.is_joined else ():
-            if key not in self._kept:  # options of the optimizer have changed
-                numbers = [value.clone() if _is_number(value) else value for _ in self._parameters]
-                self._keep(key, value, numbers)
-            elif _is_number(value):
-                torch._foreach_copy_(self._kept[key], [value] * len(self._parameters))
+    def gradient(self, decay: float) -> torch.Tensor:
+        """Return the gradients, and the parameters times ``decay``, as one tensor to read."""
+        if self._gradients is None:
+            (parameter,), (gradient,) = self.parameters, self.gradients()
+            return gradient.add(parameter, alpha=decay) if decay else gradient
+        torch._foreach_copy_(self._gradients.parts, self.gradients())
+        if decay:
+            torch._foreach_add_(self._gradients.parts, self.parameters, alpha=decay)
+        return self._gradients.whole
+
+    def compute(self, function: Callable[..., torch.Tensor], *inputs: Any, **options: Any) -> _Long:
+        """Return the result of an operation of torch on each element, valid until the next one."""
+        if self._results is None:
+            result = function(*inputs, **options)
+            return _Long(result, [result])
+        function(*inputs, **options, out=self._results.whole)
+        return self._results
 
     def take_apart(self, state: Any) -> None:
         """Give the states that are still in the optimizer memory of their own."""
-        for index, parameter in enumerate(self._parameters if self.is_joined else ()):
-            for key, values in self._kept.items():
-                entries = state.get(parameter, {})
-                if isinstance(values[index], torch.Tensor) and entries.get(key) is values[index]:
-                    entries[key] = values[index].clone()
+        for index, parameter in enumerate(self.parameters if self.is_joined else ()):
+            entries = state.get(parameter, {})
+            for name, long in self.states.items():
+                if entries.get(name) is long.parts[index]:
+                    entries[name] = long.parts[index].clone()
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim == 0
+# --- the optimizers -------------------------------------------------------------------------------
+
+
+def _step_sgd(piece: _Piece, options: dict[str, Any]) -> None:
+    """Step as ``torch.optim.sgd._single_tensor_sgd``."""
+    decay, momentum, parameters = options["weight_decay"], options["momentum"], piece.parameters
+    if momentum:
+        gradient, buffer = piece.gradient(decay), piece.states["momentum_buffer"]
+        buffer.whole.mul_(momentum).add_(gradient, alpha=1 - options["dampening"])
+        if options["nesterov"]:
+            buffer = piece.compute(torch.add, gradient, buffer.whole, alpha=momentum)
+        changes = buffer.parts
+    else:
+        changes = piece.gradients()
+        if decay:
+            changes = list(torch._foreach_add(changes, parameters, alpha=decay))
+    torch._foreach_add_(parameters, changes, alpha=-options["lr"])
+
+
+def _step_adam(piece: _Piece, options: dict[str, Any]) -> None:
+    """Step as ``torch.optim.adam._single_tensor_adam``."""
+    lr, (beta1, beta2), decay = options["lr"], options["betas"], options["weight_decay"]
+    torch._foreach_add_(piece.steps, 1)
+    step = piece.steps[0].item()
+    if decay and options["decoupled_weight_decay"]:
+        torch._foreach_mul_(piece.parameters, 1 - lr * decay)
+        decay = 0
+    gradient = piece.gradient(decay)
+    mean, square = piece.states["exp_avg"], piece.states["exp_avg_sq"].whole
+    mean.whole.lerp_(gradient, 1 - beta1)
+    square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    divisor = piece.compute(torch.sqrt, square)
+    divisor.whole.div_((1 - beta2**step) ** 0.5).add_(options["eps"])
+    torch._foreach_addcdiv_(piece.parameters, mean.parts, divisor.parts, -(lr / (1 - beta1**step)))
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """How an optimizer of torch steps a piece.
+
+    Args:
+        step: steps it.
+        options: all that the optimizer has.
+        numbers: those that are numbers.
+        off: those that must be off.
+        states: returns the names of states with a parameter's shape.
+    """
+
+    step: Callable[[_Piece, dict[str, Any]], None]
+    numbers: tuple[str, ...]
+    off: tuple[str, ...]
+    others: frozenset[str]
+    states: Callable[[dict[str, Any]], tuple[str, ...]]
+
+    @property
+    def options(self) -> frozenset[str]:
+        return self.others.union(self.numbers, self.off)
+
+    def can(self, options: dict[str, Any]) -> bool:
+        """True for a group with these options."""
+        return not any(options[name] for name in self.off) and all(
+            isinstance(options[name], int | float) for name in self.numbers
+        )
+
+
+_ADAM = _Rule(
+    _step_adam,
+    numbers=("lr", "eps", "weight_decay"),
+    off=("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"),
+    others=frozenset({"betas", "decoupled_weight_decay"}),
+    states=lambda options: ("exp_avg", "exp_avg_sq"),
+)
+_RULES: dict[type, _Rule] = {
+    torch.optim.SGD: _Rule(
+        _step_sgd,
+        numbers=("lr", "momentum", "dampening", "weight_decay"),
+        off=("maximize", "foreach", "differentiable", "fused"),
+        others=frozenset({"nesterov"}),
+        states=lambda options: ("momentum_buffer",) if options["momentum"] else (),
+    ),
+    torch.optim.Adam: _ADAM,
+    torch.optim.AdamW: _ADAM,
+}
+
+
+# --- what can be joined ---------------------------------------------------------------------------
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:
     return (
         type(parameter) is nn.Parameter
         and parameter.layout is torch.strided
+        and parameter.device.type == "cpu"
         and not parameter.is_complex()
     )
 
@@ -284,7 +378,7 @@ def _sharing(optimizer: Optimizer) -> set[int]:
 
 def _alike(parameters: Iterable[torch.Tensor], state: Any) -> Iterator[list[torch.Tensor]]:
     """Yield parameters that follow each other and can be joined, at most 65,536 elements each."""
-    for _, alike in groupby(parameters, key=lambda p: _kind(p, state.get(p, {}))):
+    for _, alike in groupby(parameters, key=lambda p: (p.dtype, _steps(state.get(p, {})))):
         piece: list[torch.Tensor] = []
         for parameter in alike:
             if piece and sum(p.numel() for p in piece) + parameter.numel() > _LONGEST:
@@ -294,10 +388,5 @@ def _alike(parameters: Iterable[torch.Tensor], state: Any) -> Iterator[list[torc
         yield piece
 
 
-def _kind(parameter: torch.Tensor, state: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what parameters of one piece have in common."""
-    values = [
-        (key, value.item() if _is_number(value) else (type(value), getattr(value, "dtype", value)))
-        for key, value in sorted(state.items())
-    ]
-    return parameter.dtype, parameter.device, *values
+def _steps(entries: dict[str, Any]) -> float:
+    return float(entries.get("step", 0))
