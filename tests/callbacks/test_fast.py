@@ -297,7 +297,8 @@ class StepsItself:
         optimizer.step()
 
 
-def test_a_strategy_that_steps_optimizers_itself_is_refused():
+def test_a_strategy_that_steps_optimizers_itself_is_refused_before_it_starts(monkeypatch):
+    monkeypatch.setattr(Deep, "setup", lambda *_: pytest.fail("the run has started"))
     with pytest.raises(UsageError, match=r"StepsItself.* steps optimizers itself.*Fix: leave fast"):
         fit(Deep(), plugins=["fast"], strategy=StepsItself())
 

@@ -84,3 +84,12 @@ def test_an_optimizer_trains_as_in_one_process_or_is_refused(tmp_path, strategy,
             assert result.endswith("after 0 steps")
         else:
             torch.testing.assert_close(result, one_process[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_fast_is_refused_before_any_process_starts(strategy):
+    options = {"strategy_options": STRATEGIES[strategy], "devices": 2, "plugins": ["fast"]}
+    with pytest.raises(
+        gt.UsageError, match=rf"{strategy}\]: .*\[fast\] joins .* Fix: leave fast out"
+    ):
+        one_trainer(strategy=strategy, **options).fit(Net(), DataLoader(samples(), 6))

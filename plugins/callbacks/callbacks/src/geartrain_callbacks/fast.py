@@ -46,12 +46,13 @@ class Fast:
     def __init__(self) -> None:
         self._flat: dict[int, _FlatSteps] = {}
 
-    @hookimpl
-    def on_run_start(self, run: Run) -> None:
+    @hookimpl(wrapper=True)
+    def launch(self, run: Run) -> Generator[None, Any, Any]:
         for owner in run.hooks.passed_over("optimizer_step"):
             if not owner.is_core:
                 message = f"{owner.label} steps optimizers itself, so that {_NAME} cannot"
                 raise UsageError(f"{message}. Fix: leave fast out")
+        return (yield)
 
     @hookimpl(wrapper=True)
     def wrap_optimizer(self, optimizer: Optimizer) -> Generator[None, Optimizer, Optimizer]:

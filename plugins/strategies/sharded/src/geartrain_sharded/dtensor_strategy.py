@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.serialization import config
 
-from geartrain import GeartrainError, Run, TrainingError, UsageError, World, hookimpl
+from geartrain import GeartrainError, Plan, Run, TrainingError, UsageError, World, hookimpl
 from geartrain.parallel import steps_in_parts
 from geartrain.plugin_api import is_of_user, map_tensors
 from geartrain_ddp import DDPStrategy
@@ -39,6 +39,14 @@ class DTensorStrategy(DDPStrategy):
     #: The rank whose random numbers weights get; ``None`` if those of all ranks are equal.
     draws: int | None = 0
     _around: ExitStack | None = None
+
+    @hookimpl
+    def check_plan(self, plan: Plan) -> None:
+        super().check_plan(plan)
+        for part in plan.plugins:
+            if part.name == "fast":
+                message = f"{plan.strategy.label}: {part.label} joins parameters, of which ranks"
+                raise UsageError(f"{message} have parts. Fix: leave fast out, or --strategy ddp")
 
     @hookimpl
     def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
@@ -69,7 +77,7 @@ class DTensorStrategy(DDPStrategy):
         if is_of_parts and not isinstance(error, GeartrainError):
             action = ".full_tensor() on every rank, or set the weights before fit"
             cause = "each rank has a part of this parameter"
-            error.add_note(str(in_parts(run, error, cause, action)))
+            error.add_note(str(error_of_parts(run, error, cause, action)))
 
     @hookimpl(wrapper=True)
     def clip_gradients(self) -> Generator[None, Any, Any]:
@@ -128,7 +136,7 @@ def _refuse_to_pickle(run: Run, _: DTensor) -> Any:
     )
 
 
-def in_parts(run: Run, error: BaseException, cause: str, action: str) -> TrainingError:
+def error_of_parts(run: Run, error: BaseException, cause: str, action: str) -> TrainingError:
     """Return the error for torch's error that an operation cannot work on parts.
 
     Args:

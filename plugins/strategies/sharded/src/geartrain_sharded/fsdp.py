@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from geartrain import Module, Plan, Run, TrainingError, UsageError, hookimpl
 from geartrain.parallel import CollectiveOrder, refuse_sparse
-from geartrain_sharded.dtensor_strategy import DTensorStrategy, in_parts
+from geartrain_sharded.dtensor_strategy import DTensorStrategy, error_of_parts
 from geartrain_sharded.exchange import Exchange
 from geartrain_sharded.materialize import Materializer
 from geartrain_sharded.plain import PlainModules
@@ -205,7 +205,7 @@ class FSDPStrategy(DTensorStrategy):
         except (NotImplementedError, RuntimeError) as error:
             if "DTensor" not in str(error):
                 raise
-            raise in_parts(
+            raise error_of_parts(
                 run,
                 error,
                 "a step used parameters of a unit that it did not call, and each rank has a part",

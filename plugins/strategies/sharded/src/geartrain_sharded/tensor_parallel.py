@@ -37,7 +37,7 @@ from geartrain import (
 )
 from geartrain.parallel import CollectiveOrder, average_gradients, refuse_sparse
 from geartrain.plugin_api import map_tensors, nearest
-from geartrain_sharded.dtensor_strategy import DTensorStrategy, in_parts
+from geartrain_sharded.dtensor_strategy import DTensorStrategy, error_of_parts
 from geartrain_sharded.materialize import Materializer
 from geartrain_sharded.plain import PlainModules
 from geartrain_sharded.tensors import return_freed_tensors
@@ -332,7 +332,7 @@ def _explained(run: Run) -> Iterator[None]:
         if "aten." not in str(error):
             raise
         cause = "torch cannot compute this with parts of layers"
-        raise in_parts(run, error, cause, "--strategy fsdp") from error
+        raise error_of_parts(run, error, cause, "--strategy fsdp") from error
 
 
 @contextmanager
