@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 from geartrain.errors import UsageError, nearest
@@ -39,6 +40,7 @@ _CHOICES: Mapping[str, tuple[bool | str, ...]] = {
 }
 
 
+@cache  # a step asks it
 def takes_shortcuts() -> bool:
     """False if ``GEARTRAIN_PLAIN=1``: nothing is left out of what torch does. No bit changes."""
     return os.environ.get("GEARTRAIN_PLAIN", "") in ("", "0")

@@ -1,11 +1,13 @@
 """A TensorDataset whose batches are read at once: as torch reads them, and only if nobody sees."""
 
+import numpy as np
 import pytest
 import torch
 from small_models import Net, assert_equal, fit
 from torch.utils import data
 
 from geartrain.data.rows import with_rows_at_once
+from geartrain.options import takes_shortcuts
 
 
 def tensors(n=23):
@@ -27,6 +29,8 @@ DATASETS = {
     "part of a part": data.Subset(PART, range(1, 6)),
     "random split": data.random_split(WHOLE, [0.5, 0.5])[0],
     "indices in a tensor": data.Subset(WHOLE, torch.tensor([4, 2, 8])),
+    "indices of NumPy": data.Subset(WHOLE, np.array([4, 2, 8])),
+    "small indices of NumPy": data.Subset(WHOLE, np.array([4, 2, 8], dtype=np.uint8)),
 }
 LOADERS = {
     "in order": {},
@@ -94,6 +98,35 @@ def test_samplers_give_the_order(name):
     assert same(batches(with_rows_at_once(loader)), batches(loader))
 
 
+#: Samplers may give more than numbers: each sample is then a part of the tensors.
+SAMPLES = {
+    "pairs": [(1, 0), (2, 1)],
+    "lists": [[1, 2], [3, 4]],
+    "tensors": [torch.tensor(1), torch.tensor(2)],
+    "tensors of one": [torch.tensor([1]), torch.tensor([2])],
+    "truths": [True, True],
+    "slices": [slice(0, 2), slice(2, 4)],
+    "of NumPy": [np.int64(3), np.uint8(1)],
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
+@pytest.mark.parametrize("indices", SAMPLES.values(), ids=SAMPLES)
+def test_indices_that_are_no_numbers_mean_what_they_mean_to_torch(indices):
+    dataset = data.TensorDataset(torch.arange(12.0).reshape(6, 2))
+    loader = data.DataLoader(dataset, 2, sampler=indices)
+    found = with_rows_at_once(loader)
+    assert found is not loader
+    assert same(batches(found), batches(loader))
+
+
+def test_the_collation_of_the_loader_still_collates_samples():
+    loader = data.DataLoader(WHOLE, 4)
+    found = with_rows_at_once(loader)
+    samples = [found.dataset[index] for index in range(4)]
+    assert same([found.collate_fn(samples)], [loader.collate_fn(samples)])
+
+
 class Noisy(data.TensorDataset):
     def __getitem__(self, index):
         return tuple(x + 1 for x in super().__getitem__(index))
@@ -126,9 +159,10 @@ def test_what_reads_or_collates_in_another_way_is_left_alone(loader):
     assert not reads_at_once(loader)
 
 
-def test_a_collation_that_the_user_registers_is_used(monkeypatch):
+@pytest.mark.parametrize("kind", [torch.Tensor, tuple])
+def test_a_collation_that_the_user_registers_is_used(monkeypatch, kind):
     functions = data._utils.collate.default_collate_fn_map
-    monkeypatch.setitem(functions, torch.Tensor, lambda batch, collate_fn_map=None: batch)
+    monkeypatch.setitem(functions, kind, lambda batch, collate_fn_map=None: batch)
     assert not reads_at_once(data.DataLoader(WHOLE, 3))
 
 
@@ -145,8 +179,10 @@ def test_a_fit_uses_it_with_the_same_result(monkeypatch):
     expected, found = Net(), Net()
     found.load_state_dict(expected.state_dict())
     monkeypatch.setenv("GEARTRAIN_PLAIN", "1")
+    takes_shortcuts.cache_clear()
     fit(expected, seed=1)
     monkeypatch.delenv("GEARTRAIN_PLAIN")
+    takes_shortcuts.cache_clear()
     monkeypatch.delattr(data.TensorDataset, "__getitem__")
     fit(found, seed=1)
     assert_equal(expected, found)

@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from geartrain.loop import shortcuts
 from geartrain.loop.shortcuts import step_optimizer
+from geartrain.options import takes_shortcuts
 
 #: torch's optimizers that step without a closure.
 CLASSES = [
@@ -194,13 +194,13 @@ def test_a_differentiable_step_keeps_its_graph():
 
 def test_GEARTRAIN_PLAIN_turns_it_off(monkeypatch, ranges):
     monkeypatch.setenv("GEARTRAIN_PLAIN", "1")
-    monkeypatch.setattr(shortcuts, "_plain_steps", {})
+    takes_shortcuts.cache_clear()
     expected, stepped = Net(), Net()
     stepped.load_state_dict(expected.state_dict())
     fit(stepped)
     assert len(ranges) == 6
     monkeypatch.delenv("GEARTRAIN_PLAIN")
-    monkeypatch.setattr(shortcuts, "_plain_steps", {})
+    takes_shortcuts.cache_clear()
     fit(expected)
     assert_equal(expected, stepped)
 

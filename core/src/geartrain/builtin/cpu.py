@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import os
 
-import torch
-
-from geartrain.hookspecs import hookimpl
-
 
 class CPUAccelerator:
     """Trains on the CPU. ``devices=N`` means N processes, which share the cores."""
@@ -26,7 +22,3 @@ class CPUAccelerator:
         if hasattr(os, "sched_getaffinity"):
             return len(os.sched_getaffinity(0))
         return os.cpu_count() or 1
-
-    @hookimpl
-    def setup_device(self) -> torch.device:
-        return torch.device("cpu")

@@ -16,13 +16,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 from geartrain.checkpoint.checkpoints import LAST
 from geartrain.errors import TrainingError, UsageError
-from geartrain.files.atomic import (
-    AppendedFile,
-    make_folder,
-    remove_abandoned,
-    replacing,
-    write_text_file,
-)
+from geartrain.files.atomic import AppendedFile, make_folder, remove_abandoned, replacing
 from geartrain.hookspecs import hookimpl
 from geartrain.loop.run import Run
 from geartrain.plan import Plan
@@ -244,4 +238,5 @@ def _writable(metrics: Mapping[str, float]) -> dict[str, float | str]:
 
 
 def _write_json(path: Path, facts: Mapping[str, Any]) -> None:
-    write_text_file(path, f"{json.dumps(facts, indent=2)}\n")
+    with replacing(path) as file:
+        file.write(f"{json.dumps(facts, indent=2)}\n".encode())

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
+from torch.utils import data
 from torch.utils.data._utils import collate
 
 from geartrain.data.stage import with_samplers
@@ -14,25 +15,24 @@ from geartrain.options import takes_shortcuts
 
 
 class _Reads:
-    def __getitems__(self: Any, indices: Sequence[Any]) -> list[torch.Tensor]:
-        """Read all rows of a batch."""
-        if (tensors := _tensors(self)) is None:  # the user has replaced them
-            samples: list[torch.Tensor] = default_collate([self[index] for index in indices])
-            return samples
-        while isinstance(self, Subset):
-            self, indices = self.dataset, [self.indices[index] for index in indices]
-        rows = torch.tensor(list(indices))
-        return [tensor[rows.to(tensor.device)] for tensor in tensors]
+    def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
+        """Read all rows of a batch, or its samples if a tensor or an index is special."""
+        tensors, rows = _rows_of(self, indices)
+        kinds = {*map(type, rows)} or {bool}
+        if tensors is None or bool in kinds or not all(issubclass(k, Integral) for k in kinds):
+            return [self[index] for index in indices]  # type: ignore[index]
+        numbers = torch.tensor(rows, dtype=torch.int64)
+        return [tensor[numbers.to(tensor.device)] for tensor in tensors]
 
 
-class _Rows(_Reads, TensorDataset): ...
+class TensorDataset(_Reads, data.TensorDataset): ...
 
 
-class _RowsOfPart(_Reads, Subset[Any]): ...
+class Subset(_Reads, data.Subset[Any]): ...
 
 
-# Their names in messages: they have the attributes of the user's dataset.
-_Rows.__name__, _RowsOfPart.__name__ = "TensorDataset", "Subset"
+def _collate(batch: list[Any]) -> Any:
+    return data.default_collate(batch) if type(batch[0]) is tuple else batch  # samples, or all rows
 
 
 def with_rows_at_once(loader: Any) -> Any:
@@ -41,26 +41,33 @@ def with_rows_at_once(loader: Any) -> Any:
     The batches are equal, also in their strides. A loader of another dataset than a TensorDataset
     or its Subset, and one with a collation of its own, is returned as it is.
     """
-    plain = getattr(type(loader), "__iter__", None) is DataLoader.__iter__ and takes_shortcuts()
-    if not plain or loader.batch_sampler is None or loader.collate_fn is not default_collate:
+    iterates = getattr(type(loader), "__iter__", None)
+    if iterates is not data.DataLoader.__iter__ or loader.batch_sampler is None:
         return loader
-    registered = collate.default_collate_fn_map.get(torch.Tensor)
-    if registered is not collate.collate_tensor_fn or _tensors(loader.dataset) is None:
+    if loader.collate_fn is not data.default_collate or not takes_shortcuts():
         return loader
-    cls = _RowsOfPart if isinstance(loader.dataset, Subset) else _Rows
-    dataset: Any = object.__new__(cls)
+    collations = collate.default_collate_fn_map.values()
+    by_torch = all(function.__module__ == collate.__name__ for function in collations)
+    if not by_torch or _rows_of(loader.dataset)[0] is None:
+        return loader
+    is_part = isinstance(loader.dataset, data.Subset)
+    dataset: Any = object.__new__(Subset if is_part else TensorDataset)
     dataset.__dict__ = loader.dataset.__dict__
     same = with_samplers(loader, loader.sampler, loader.batch_sampler)
-    same.__dict__ |= {"dataset": dataset, "collate_fn": list}  # it is a list
+    same.__dict__ |= {"dataset": dataset, "collate_fn": _collate}
     return same
 
 
-def _tensors(dataset: Any) -> Sequence[torch.Tensor] | None:
-    """Return the tensors of a TensorDataset, or of one in Subsets; ``None`` if one is special."""
-    while type(dataset) in (Subset, _RowsOfPart):
-        dataset = dataset.dataset
-    plain = type(dataset) in (TensorDataset, _Rows) and all(map(_is_plain, dataset.tensors))
-    return dataset.tensors if plain else None
+def _rows_of(dataset: Any, indices: Sequence[Any] = ()) -> tuple[Any, list[Any]]:
+    """Return the tensors of a TensorDataset, or of one in Subsets, and the rows of indices.
+
+    ``None`` for the tensors if one is special.
+    """
+    while type(dataset) in (data.Subset, Subset):
+        dataset, indices = dataset.dataset, [dataset.indices[index] for index in indices]
+    whole = type(dataset) in (data.TensorDataset, TensorDataset)
+    plain = whole and all(map(_is_plain, dataset.tensors))
+    return dataset.tensors if plain else None, list(indices)
 
 
 def _is_plain(tensor: Any) -> bool:

@@ -54,12 +54,6 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             beside.unlink(missing_ok=True)
 
 
-def write_text_file(path: Path, text: str) -> None:
-    """Write a text file whole or not at all; raises as :func:`replacing`."""
-    with replacing(path) as file:
-        file.write(text.encode())
-
-
 def remove_abandoned(folder: Path, suffix: str = "", below: bool = False) -> None:
     """Remove the temporary files that killed processes left.
 

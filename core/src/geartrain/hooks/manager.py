@@ -290,11 +290,6 @@ def _no_owner(**_: Any) -> None:
     """Do nothing: a frozen single hook that nothing implements."""
 
 
-def _no_implementation(**_: Any) -> list[Any]:
-    """Do nothing: a frozen all-hook that nothing implements."""
-    return []
-
-
 def _no_event(
     run: Any = None,
     outputs: Any = None,
@@ -303,7 +298,7 @@ def _no_event(
     optimizer: Any = None,
     loss: Any = None,
 ) -> list[Any]:
-    """Do the same for an event of a batch, without the dict of ``**_``, which costs 0.2 µs."""
+    """Do nothing at an event of a batch, without the dict of ``**_``, which costs 0.2 µs."""
     return []
 
 
@@ -313,10 +308,10 @@ _OF_A_BATCH = frozenset(inspect.signature(_no_event).parameters)
 def _frozen(caller: HookCaller, single: bool) -> Callable[..., Any]:
     impls = caller.get_hookimpls()
     assert caller.spec is not None
-    if not impls and not single:
-        return _no_event if _OF_A_BATCH.issuperset(caller.spec.argnames) else _no_implementation
-    if not impls:
+    if not impls and single:
         return _no_owner
+    if not impls and _OF_A_BATCH.issuperset(caller.spec.argnames):
+        return _no_event
     if not single and not any(impl.wrapper for impl in impls):
         return _each([_bare(impl, caller.spec.argnames) for impl in reversed(impls)])
     if not single or len(impls) > 1 or impls[0].wrapper:

@@ -62,8 +62,7 @@ def _sharded(run: Run, stage: str, loader: Iterable[Any]) -> Iterable[Any]:
     shard: Iterable[Any] = run.hooks.shard_dataloader(run=run, loader=loader, stage=stage)
     if run.command == "fit":
         shard = with_indexed_batches(shard, run.plan.resumes)
-    shard = with_rows_at_once(shard)
-    return shard
+    return with_rows_at_once(shard)
 
 
 def end_all_workers(run: Run) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -33,11 +33,11 @@ class LocalMetric:
 
     spec: MetricOptions
     #: A sum for a mean, else the reduced value.
-    total: float
-    weight: int
+    total: float = 0.0
+    weight: int = 0
     #: The user's own reduction, and the values that it gets.
-    function: Callable[[torch.Tensor], object] | None
-    samples: list[float]
+    function: Callable[[torch.Tensor], object] | None = None
+    samples: list[float] = field(default_factory=list)
 
     def value(self, name: str) -> float:
         """Return the metric's value on this rank alone.

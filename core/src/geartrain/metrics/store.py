@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, replace
 from numbers import Number
@@ -32,9 +32,8 @@ _OF_EACH_LINE = ("step", "epoch", "stage")
 
 
 @dataclass(slots=True)
-class _Metric:
-    name: str
-    spec: MetricOptions
+class _Metric(LocalMetric):
+    name: str = field(kw_only=True)
     #: The options of the last call; equal ones are not checked again.
     asked: tuple[Any, ...] = ()
     #: (value, weight) since the last ``drain``, with tensors on their device; only the newest pair
@@ -46,11 +45,6 @@ class _Metric:
     last: tuple[float, int] = (0.0, 0)
     #: True if ``run.metrics`` lacks it.
     unread: bool = False
-    total: float = 0.0
-    weight: int = 0
-    #: The user's own reduction, and the values that it will get.
-    function: Callable[[torch.Tensor], Any] | None = None
-    values: list[float] = field(default_factory=list)
     #: The logged object of another library, which keeps the epoch's value itself.
     source: Any = None
 
@@ -60,7 +54,7 @@ class _Metric:
             return
         reduce_fx = self.spec.reduce_fx
         if self.function is not None:
-            self.values.append(value)
+            self.samples.append(value)
         else:
             total = self.total if self.weight else reductions.START[reduce_fx]
             share = value * weight if reduce_fx == "mean" else value
@@ -77,7 +71,7 @@ class _Metric:
         """Begin the next epoch."""
         if self.source is not None:
             self.source.reset()
-        self.total, self.weight, self.values, self.source = 0.0, 0, [], None
+        self.total, self.weight, self.samples, self.source = 0.0, 0, [], None
 
 
 class MetricStore:
@@ -213,7 +207,7 @@ class MetricStore:
         if spec.rank_zero_only and spec.sync_dist:
             message = "rank_zero_only and sync_dist contradict each other"
             raise TrainingError(f"self.log({name!r}): {message}. Fix: take one out")
-        return _Metric(name, spec, function=reductions.check(name, reduce_fx))
+        return _Metric(spec, function=reductions.check(name, reduce_fx), name=name)
 
     def _keep(self, metric: _Metric, value: nn.Module) -> None:
         """Keep another library's object until the end of the epoch."""
@@ -252,11 +246,9 @@ class MetricStore:
 
     # --- flushes ----------------------------------------------------------------------------------
 
-    def drain(self) -> None:
+    def drain(self, metrics: dict[str, _Metric] | None = None) -> None:
         """Read every pending value in one transfer and add it to its metric. The CPU waits here."""
-        self._drain(self._metrics)
-
-    def _drain(self, metrics: dict[str, _Metric]) -> None:
+        metrics = self._metrics if metrics is None else metrics
         pending = [(metric, *value) for metric in metrics.values() for value in metric.pending]
         tensors = [value for _, value, _ in pending if isinstance(value, torch.Tensor)]
         read = iter(_read(tensors) if tensors else ())
@@ -308,7 +300,7 @@ class MetricStore:
                 and (m.function or m.spec.reduce_fx in reductions.NAMED)
             ):
                 spec = self._spec_with_path(m)
-                shares[name] = LocalMetric(spec, m.total, m.weight, m.function, m.values)
+                shares[name] = LocalMetric(spec, m.total, m.weight, m.function, m.samples)
         values = self._reduce(shares)
         for name, m in sorted(self._metrics.items()):
             library = None if m.source is None else library_of(m.source)
@@ -424,7 +416,7 @@ class MetricStore:
             if is_new and (not names or name in names or key in names):
                 found[name] = metric
         if found:
-            self._drain(found)
+            self.drain(found)
         return found
 
     def _put(
@@ -445,7 +437,7 @@ class MetricStore:
     def _adopt(self, name: str, spec: MetricOptions) -> _Metric:
         """Keep a metric that another rank or a checkpoint has, with its object."""
         run, plain = self._run, replace(spec, path=None)
-        metric = self._metrics.setdefault(name, _Metric(name, plain, step=run.step))
+        metric = self._metrics.setdefault(name, _Metric(plain, name=name, step=run.step))
         if metric.source is None and spec.path:
             metric.source = run.module.get_submodule(spec.path)
         return metric
@@ -477,11 +469,11 @@ class MetricStore:
         """
         metrics = self._around[0] if self._around else self._metrics
         if within_epoch:
-            self._drain(metrics)
+            self.drain(metrics)
         epoch = {
             m.name: [
                 list(astuple(self._spec_with_path(m))),
-                *(list(m.last), m.total, m.weight, list(m.values)),
+                *(list(m.last), m.total, m.weight, list(m.samples)),
             ]
             for m in metrics.values()
         }
@@ -507,7 +499,7 @@ class MetricStore:
         self._metrics = {}
         for name, (spec, last, total, weight, values) in state["epoch"].items():
             metric = self._adopt(name, MetricOptions(*spec))
-            metric.last, metric.values, metric.unread = (last[0], last[1]), list(values), True
+            metric.last, metric.samples, metric.unread = (last[0], last[1]), list(values), True
             metric.total, metric.weight = total, weight
 
 
