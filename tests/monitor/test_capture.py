@@ -1,6 +1,8 @@
 """``capture_check``: each line of a step that a graph could not contain, on the CPU."""
 
 import random
+import subprocess
+import sys
 
 import numpy
 import pytest
@@ -66,7 +68,12 @@ def drawn_by_numpy(x):
     return x * numpy.random.rand()
 
 
+def made_by_name(x):
+    return x + torch.tensor(data=[1.0])
+
+
 def clean(x):
+    x = x.to(x.device) + torch.as_tensor(data=x)
     mask = torch.where(x > 0, x, torch.zeros_like(x)) + torch.rand(3) + x.mean().detach()
     return mask.to(torch.float64).clone()
 
@@ -80,7 +87,7 @@ KINDS = {
     **dict.fromkeys(COPIES, "copies to the host"),
     **dict.fromkeys(SHAPES, "shape that depends on data"),
     **dict.fromkeys(DRAWS, "draws from a generator"),
-    made: "makes a tensor of Python values",
+    **dict.fromkeys((made, made_by_name), "makes a tensor of Python values"),
 }
 
 
@@ -123,3 +130,40 @@ def test_a_fit_prints_the_lines_of_its_second_step(capsys):
     assert len(check.reasons) == 1
     fit(Net(), plugins=[CaptureCheck()])
     assert "a graph could contain this step" in capsys.readouterr().out
+
+
+def test_a_fit_of_one_step_says_that_none_was_watched(capsys):
+    fit(plugins=[CaptureCheck()], max_steps=1)
+    assert "fewer than two steps" in capsys.readouterr().out
+
+
+def test_what_is_compiled_is_watched_as_it_is_and_compiled_afterwards():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(item, backend=backend)
+    with watched() as found:
+        compiled(torch.ones(3))
+    assert [reason.text.partition(":")[0] for reason in found] == ["reads a number of the device"]
+    assert graphs == []
+    compiled(torch.ones(3))
+    assert graphs
+
+
+PROGRAM = """
+import torch
+from geartrain_monitor.capture import watched
+with watched() as found:
+    torch.ones(3).sum().item()
+print([reason.text.partition(" ")[0] for reason in found])
+"""
+
+
+def test_the_import_of_the_compiler_is_no_reason():
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.strip() == "['reads']"

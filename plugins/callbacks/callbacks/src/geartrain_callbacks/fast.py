@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import is_
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from geartrain import Run, TrainingError, UsageError, hookimpl
-from geartrain.plugin_api import plain_step, step_optimizer
+from geartrain.plugin_api import plain_step, step_optimizer, warn
 
 _NAME = "geartrain-callbacks[fast]"
 #: The most elements of a long tensor: larger ones leave the cache of a CPU.
@@ -32,6 +33,7 @@ class Fast:
     Other parameters and other optimizers step as without this plugin: on another device than the
     CPU, sparse and complex ones, those that share memory, those of an optimizer with hooks, and
     optimizers with ``fused``, ``foreach``, ``amsgrad``, ``maximize`` or a tensor as an option.
+    All do in manual optimisation. A warning names an optimizer of which no step was computed so.
     Checkpoints have the same contents. At the end of the run each state has its own memory again.
 
     Raises:
@@ -75,6 +77,14 @@ class Fast:
         else:
             flat.step()
 
+    @hookimpl
+    def on_run_end(self, run: Run) -> None:
+        for flat in self._flat.values() if run.world.rank == 0 else ():
+            if flat.steps > 1 and not flat.is_used:
+                message = f"{_NAME}: {flat.name} has stepped as without it"
+                hint = "leave fast out, or see docs/callbacks.md for the optimizers that it steps"
+                warn(f"{message}. Fix: {hint}")
+
     @hookimpl(wrapper=True)
     def teardown_device(self) -> Generator[None, None, None]:
         for flat in self._flat.values():
@@ -91,7 +101,8 @@ class _FlatSteps:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+        self._optimizer, self.name = optimizer, type(optimizer).__name__
+        self.steps, self.is_used = 0, False
         self._groups: list[_Group] = []
         self._state: Any = None
         rule = _RULES.get(type(optimizer))
@@ -105,8 +116,9 @@ class _FlatSteps:
 
     def step(self) -> None:
         """Do what ``optimizer.step()`` does."""
-        plain = plain_step(self._optimizer)
+        plain, self.steps = plain_step(self._optimizer), self.steps + 1
         if plain is not None and self._fits():
+            self.is_used = True
             with torch.no_grad():
                 for group in self._groups:
                     group.step()
@@ -152,7 +164,7 @@ class _Group:
         self, options: dict[str, Any], trained: list[torch.Tensor], state: Any, rule: _Rule
     ) -> None:
         self._options, self._rule, self._names = options, rule, rule.states(options)
-        self._count = len(options["params"])
+        self._parameters = list(options["params"])
         self._without = [p for p in options["params"] if p.grad is None]
         self.pieces = [_Piece(alike, state, self._names) for alike in _alike(trained, state)]
 
@@ -160,7 +172,8 @@ class _Group:
         """True if these are still the group's options, parameters and states."""
         return (
             options is self._options
-            and len(options["params"]) == self._count
+            and len(options["params"]) == len(self._parameters)
+            and all(map(is_, options["params"], self._parameters))
             and self._rule.can(options)
             and self._rule.states(options) == self._names
             and all(map(_Piece.fits, self.pieces))

@@ -71,6 +71,11 @@ class CaptureCheck:
     def on_fit_start(self) -> None:
         self._steps = 0
 
+    @hookimpl
+    def on_fit_end(self, run: Run) -> None:
+        if self._steps < 2 and run.world.rank == 0:
+            print("capture_check: the fit had fewer than two steps, and the second is watched")
+
     @hookimpl(wrapper=True)
     def step(self, run: Run) -> Generator[None, Any, Any]:
         self._steps += 1
@@ -94,8 +99,11 @@ class CaptureCheck:
 def watched() -> Iterator[Counter[Reason]]:
     """Collect the reasons in a block, with how often each comes."""
     reasons: Counter[Reason] = Counter()
+    # First: the modes import torch's compiler, which draws. Under them it would give up what it is
+    # to compile, also for later steps.
+    eagerly = torch.compiler.set_stance("force_eager")
     before, profiler, numbers = sys.getprofile(), _Draws(reasons), _state_of_numpy()
-    with _Functions(reasons), _Operations(reasons):
+    with eagerly, _Functions(reasons), _Operations(reasons):
         if before is None:
             sys.setprofile(profiler)
         try:
@@ -117,9 +125,10 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         text = _METHODS.get(getattr(func, "__name__", ""))
-        if func is torch.Tensor.to and _is_host([*args[1:], *kwargs.values()]):
+        values = [*args, *kwargs.values()]
+        if func is torch.Tensor.to and _is_host(values):
             text = _COPIES
-        if func in (torch.tensor, torch.as_tensor) and not _is_tensor(args[0]):
+        if func in (torch.tensor, torch.as_tensor) and not _is_tensor(values[0]):
             text = _VALUES
         if text is not None:
             _note(self._reasons, text)
@@ -160,8 +169,11 @@ def _state_of_numpy() -> bytes:
     return bytes(keys.tobytes()) + bytes(str(position), "ascii")
 
 
-def _is_host(values: Any) -> bool:
-    return any(v == "cpu" or v == torch.device("cpu") for v in values if not _is_tensor(v))
+def _is_host(values: list[Any]) -> bool:
+    """True if ``Tensor.to`` names the CPU; on the CPU a device may be ``self.device``, too."""
+    of_device = any(_is_tensor(value) and not value.is_cpu for value in values)
+    hosts = ("cpu", torch.device("cpu")) if of_device else ("cpu",)
+    return any(type(value) in (str, torch.device) and value in hosts for value in values)
 
 
 def _is_tensor(value: Any) -> bool:
