@@ -5,7 +5,6 @@ A value of the module holds the writer: its pickle waits for a :class:`Gate`.
 
 import os
 import shutil
-import signal
 import threading
 from collections import OrderedDict
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 import torch
 from small_models import DEADLINE, Net, loader, trainer
 from torch import nn
-from waiting import until_main_is_in
+from waiting import press_ctrl_c
 
 from geartrain import TrainingError, UsageError, hookimpl
 from geartrain.callbacks import EMA, AsyncCheckpoint, ModelCheckpoint
@@ -337,9 +336,8 @@ def test_ctrl_c_while_a_save_waits_for_the_file_before_it():
     gate = Gate()
 
     def press():
-        until_main_is_in(AsyncCheckpoint.save_checkpoint, _Writer.wait)
-        os.kill(os.getpid(), signal.SIGINT)
-        until_main_is_in(AsyncCheckpoint._on_exception, _Writer.wait)
+        saves = AsyncCheckpoint.save_checkpoint, _Writer.wait
+        press_ctrl_c(saves, then=(AsyncCheckpoint._on_exception, _Writer.wait))
         gate.open()
 
     threading.Thread(target=press, daemon=True).start()

@@ -17,7 +17,7 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from small_models import EvalNet, Net, assert_equal, loader, trainer, weights
-from waiting import until_main_is_in
+from waiting import press_ctrl_c
 
 from geartrain import TrainingError, UsageError, hookimpl
 from geartrain.callbacks import AsyncCheckpoint, ModelCheckpoint
@@ -190,9 +190,7 @@ class CtrlC:
         self._presses = threading.Thread(target=self._press, daemon=True)
 
     def _press(self):
-        until_main_is_in(Uploads.wait)
-        os.kill(os.getpid(), signal.SIGINT)
-        until_main_is_in(Remote.on_exception, Uploads.start, Uploads.wait)
+        press_ctrl_c([Uploads.wait], then=(Remote.on_exception, Uploads.start, Uploads.wait))
         HeldStore.released.set()
 
 
