@@ -112,6 +112,7 @@ COMMANDS = {
     "plugins": ["--json"],
     "doctor": ["--json"],
     "ckpt": ["--help"],
+    "compare": ["--help"],
     "verify": ["--help"],
     "scale": ["--help"],
     "port": ["target.py"],

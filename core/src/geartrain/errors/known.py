@@ -34,7 +34,7 @@ geartrain-sharded plugin activation_checkpointing
 geartrain-spawn strategy ddp_spawn spawn
 geartrain-tensorboard plugin tensorboard
 geartrain-testing command conformance new
-geartrain-tools command ckpt doctor report tune verify
+geartrain-tools command ckpt compare doctor report tune verify
 geartrain-wandb plugin wandb
 end of distributions
 """

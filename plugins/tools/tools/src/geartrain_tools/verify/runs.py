@@ -116,7 +116,7 @@ def first_difference(
         log: what the other run printed; its warnings may name the cause.
         metrics: compare the lines of ``metrics.jsonl``, too.
     """
-    logged = (_metrics(whole), _metrics(other)) if metrics else ({}, {})
+    logged = (metrics_by_step(whole), metrics_by_step(other)) if metrics else ({}, {})
     for path in saved_steps(whole):
         step = int(path.stem)
         if step < first:
@@ -128,7 +128,7 @@ def first_difference(
         found = compared(a, b)
         settings = [row["name"] for row in found["settings"] if not row["name"].startswith("plan")]
         lines = (each.get(step, []) for each in logged)
-        names = [*(row["name"] for row in found["tensors"]), *_unequal(*lines), *settings]
+        names = [*(row["name"] for row in found["tensors"]), *unequal(*lines), *settings]
         if names:
             warned = [line.partition("Warning: ")[2] for line in log.splitlines()]
             cause = cause_of(step, names)
@@ -136,7 +136,7 @@ def first_difference(
     return None
 
 
-def _metrics(output: Path) -> dict[int, list[dict[str, Any]]]:
+def metrics_by_step(output: Path) -> dict[int, list[dict[str, Any]]]:
     """Return the lines of a run's ``metrics.jsonl`` by step."""
     found: dict[int, list[dict[str, Any]]] = {}
     for row in read_lines(output / "metrics.jsonl"):
@@ -150,9 +150,10 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         yield from map(json.loads, path.read_text(encoding="utf-8").splitlines())
 
 
-def _unequal(
+def unequal(
     first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]]
 ) -> Iterator[str]:
+    """Yield the names of values that are not equal in the lines of one step."""
     a, b = (
         {(i, key): row[key] for i, row in enumerate(rows) for key in row}
         for rows in (first, second)

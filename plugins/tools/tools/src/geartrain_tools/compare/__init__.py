@@ -1,0 +1,1 @@
+"""``geartrain compare``: strategies on a user's module and data, or two runs."""
