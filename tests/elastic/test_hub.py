@@ -8,7 +8,7 @@ from torch import nn
 
 from geartrain import TrainingError, World
 from geartrain_elastic import ElasticStrategy
-from geartrain_elastic.hub import RandomState
+from geartrain_elastic.hub import Call, ProcessState
 
 from .threads import hub_of, in_threads
 
@@ -30,7 +30,7 @@ def reduced(frozen, names=("ab", "ab")):
     hub = hub_of(len(frozen))
     for rank in range(len(frozen)):
         hub.seat(rank)
-    start = RandomState.now()
+    start = ProcessState.now()
 
     def work(rank):
         hub.begin(rank, start)
@@ -64,6 +64,26 @@ def test_each_parameter_gets_the_mean_of_its_gradients_whichever_a_rank_has_froz
     frozen, expected
 ):
     assert reduced(frozen) == [expected, expected]
+
+
+def test_each_rank_has_the_default_dtype_that_it_has_set():
+    hub, start = hub_of(2), ProcessState.now()
+
+    def work(rank):
+        hub.begin(rank, start)
+        seen = []
+        for dtype in (torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            hub.exchange(rank, Call("barrier"))
+            seen.append(torch.get_default_dtype())
+            if rank == 0:  # it leaves the step first
+                torch.set_default_dtype(torch.float32)
+        hub.finish(rank)
+        return seen
+
+    for rank in range(2):
+        hub.seat(rank)
+    assert in_threads(work, 2) == [[torch.float64, torch.float32]] * 2
 
 
 @pytest.mark.parametrize("names", ["abc", "ba", "ac"])

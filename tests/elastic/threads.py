@@ -11,7 +11,7 @@ import torch.distributed as dist
 from geartrain import Run
 from geartrain_elastic import strategy
 from geartrain_elastic.group import Group
-from geartrain_elastic.hub import Hub, RandomState
+from geartrain_elastic.hub import Hub, ProcessState
 from geartrain_elastic.member import _Member
 from geartrain_spawn.handover import RankResult, apply_result, outcome, registered_names
 from geartrain_spawn.starter import pack
@@ -53,7 +53,7 @@ def use_threads(monkeypatch: Any) -> None:
 
 
 def _run_in_threads(run: Run, worker: Any, _: Any) -> Any:
-    payload, start, ranks = pack(run, worker), RandomState.now(), run.plan.processes or 1
+    payload, start, ranks = pack(run, worker), ProcessState.now(), run.plan.processes or 1
     hub, last = hub_of(ranks), ("", 0)
     while True:
         results = in_threads(_Rank(hub, payload, start, ranks), ranks)
@@ -70,7 +70,7 @@ def _run_in_threads(run: Run, worker: Any, _: Any) -> Any:
 class _Rank:
     """The work of each rank, as in ``_Member``."""
 
-    def __init__(self, hub: Hub, payload: Any, start: RandomState, ranks: int) -> None:
+    def __init__(self, hub: Hub, payload: Any, start: ProcessState, ranks: int) -> None:
         self.hub, self.payload, self.start = hub, payload, start
         job = SimpleNamespace(ranks=ranks, address="", port=0)
         self.member: Any = SimpleNamespace(_job=job, _hub=hub, _rank_store=dist.HashStore())

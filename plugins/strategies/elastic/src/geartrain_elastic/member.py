@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import PrefixStore
 from geartrain import Run, TrainingError, UsageError
 from geartrain.parallel import ClusterEnvironment, raise_on_signals, rendezvous
 from geartrain_elastic.group import Group
-from geartrain_elastic.hub import Hub, RandomState, Snapshot
+from geartrain_elastic.hub import Hub, ProcessState, Snapshot
 from geartrain_parallel.forks import adopt_temporary_folder, guard_forks, let_children_die
 from geartrain_parallel.rendezvous import SealedStore
 from geartrain_spawn.files import AnonymousFile
@@ -146,7 +146,7 @@ class _Member:
         self._store = SealedStore(store, f"{job.key}/")
         self._rank_store = SealedStore(store.clone(), f"{job.key}/run/")  # type: ignore[attr-defined]
         self._lacks_state = job.is_new
-        self._random = RandomState.now()
+        self._random = ProcessState.now()
         self._ranks: set[int] = set()
         self._index = 0
         self._errors: dict[int, tuple[str, int]] = {}
