@@ -26,8 +26,9 @@ class Measures:
     """Write ``compare/RANK.json`` in the run's folder.
 
     ``times``: seconds from the start of the command to the end of each step; ``losses``: this
-    rank's, of each step; ``samples``: those of this rank; ``memory``: its most bytes, of the GPU if
-    it has one, or null; ``sent``: the bytes that the machine sent after the first step, or null.
+    rank's, of each step; ``samples``: those of this rank; ``batches_of``: its number among ranks
+    with other batches; ``memory``: its most bytes, of the GPU if it has one, or null; ``sent``: the
+    bytes that the machine sent after the first step, or null.
     """
 
     def __init__(self) -> None:
@@ -61,6 +62,7 @@ class Measures:
         facts = {
             "times": self._times,
             "losses": self._losses,
+            "batches_of": run.world.data_rank,
             "samples": self._samples,
             "memory": _memory(run.device),
             "sent": None if sent is None or self._sent is None else sent - self._sent,

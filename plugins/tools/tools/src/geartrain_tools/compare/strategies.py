@@ -69,12 +69,13 @@ class Row:
 
     choice: Choice
     error: str = ""
-    #: One for each round: seconds to the first step, and samples per second after it.
+    #: One for each round: seconds to the first step, samples per second after it, and bytes that
+    #: the machine sent in a step.
     first: list[float] = field(default_factory=list)
     speed: list[float] = field(default_factory=list)
-    #: Bytes of the largest rank, and bytes that the machine sent in a step.
-    memory: list[int] = field(default_factory=list)
     sent: list[float] = field(default_factory=list)
+    #: Bytes of each rank.
+    memory: list[int] = field(default_factory=list)
     #: Of the last round: the loss of each step, a mean over ranks, and seconds since the first.
     losses: list[float] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
@@ -92,12 +93,13 @@ class Row:
         if len(times) < 2:
             self.error = "its run has one step, and the first one is not timed. Fix: more data"
             return
-        after = times[-1] - times[0]
-        samples = sum(rank["samples"] for rank in ranks) / len(times)
+        steps = len(times) - 1  # the first one has the set-up
+        # Ranks of tensor_parallel see the same batches.
+        samples = {rank["batches_of"]: rank["samples"] for rank in ranks}
         self.first.append(times[0])
-        self.speed.append(samples * (len(times) - 1) / after)
-        self.memory += [max(each)] if (each := [r["memory"] for r in ranks if r["memory"]]) else []
-        self.sent += [ranks[0]["sent"] / (len(times) - 1)] if ranks[0]["sent"] is not None else []
+        self.speed.append(sum(samples.values()) / len(times) * steps / (times[-1] - times[0]))
+        self.memory += [rank["memory"] for rank in ranks if rank["memory"] is not None]
+        self.sent += [sent / steps for sent in [ranks[0]["sent"]] if sent is not None]
         self.losses = [
             statistics.fmean(each) for each in zip(*(r["losses"] for r in ranks), strict=True)
         ]
