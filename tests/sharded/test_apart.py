@@ -105,6 +105,8 @@ def assert_named(ends, message):
 def test_a_collective_of_one_rank_alone_ends_the_run(tmp_path, strategy, event, within):
     line = r"test_apart.py:\d+"
     message = f"different collectives: rank 0 in .* \\(.*{line}\\); rank 1 in .* \\(.*{line}\\)"
+    if event == "save" and strategy == "ddp_sharded" and within:  # also on all ranks
+        message = "rank 1 saves a checkpoint within a forward, which needs whole weights. Fix: "
     if event == "forward" and strategy != "fsdp" and not within:  # torch itself refuses it
         message = rf"{line}: each rank has a part of this parameter"
     assert_named(results(tmp_path, part, strategy, STRATEGIES[strategy], event, within), message)
