@@ -3,6 +3,7 @@
 import threading
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from geartrain import UsageError
 from geartrain_bagua import BaguaStrategy
 from geartrain_bagua.algorithm import Context, Peers
 from geartrain_bagua.algorithms.asynchronous import Asynchronous
+from geartrain_bagua.buckets import Bucket
 from geartrain_bagua.turns import Turns
 
 from . import reference_weights as reference
@@ -140,9 +142,9 @@ def failing():
     """Record the thread's error, which the next step raises, and the time of close after it."""
     algorithm = Asynchronous(sync_interval_ms=1)
     hand = Hand(algorithm)
-    hand.buckets[0].take_weights = None  # a fault of the thread, on every rank
-    algorithm.start_step()
-    until(lambda: algorithm._running.done())
+    with mock.patch.object(Bucket, "take_weights", None):  # a fault of the thread, on every rank
+        algorithm.start_step()
+        until(lambda: algorithm._running.done())
     message = None
     try:
         algorithm.start_step()

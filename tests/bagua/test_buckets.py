@@ -50,7 +50,18 @@ def test_padded_with_zeros_to_a_multiple():
     assert bucket.flat.tolist() == [1] * 7 + [0]
 
 
-def test_gradients_are_copied_in_and_back_and_none_stays_none():
+def test_gradients_that_were_kept_are_not_cleared_by_what_is_missing():
+    first, second = parameters(2, 3)
+    first.grad = torch.tensor([1.0, 2.0])
+    bucket = Bucket(0, [first, second], multiple=4)
+    bucket.take_gradients()
+    bucket.give_gradients()  # and no zero_grad
+    first.grad.add_(torch.tensor([1.0, 1.0]))
+    bucket.take_gradients()
+    assert bucket.flat.tolist() == [2, 3, 0, 0, 0, 0, 0, 0]
+
+
+def test_gradients_are_copied_in_and_become_parts_and_none_stays_none():
     first, second = parameters(2, 3)
     first.grad = torch.tensor([1.0, 2.0])
     bucket = Bucket(0, [first, second])

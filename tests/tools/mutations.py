@@ -296,8 +296,8 @@ CHANGES = {
         ],
         f"{BAGUA}/buckets.py": [
             (
-                "if len(grads) < len(self.views) or self.numel < len(self.flat):",
-                "if self.numel < len(self.flat):",
+                "for view in (view for view, grad in pairs if grad is None):",
+                "for view in ():",
                 "a parameter that a step leaves out gets an earlier step's gradient",
             ),
         ],

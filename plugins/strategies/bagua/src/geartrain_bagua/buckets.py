@@ -51,31 +51,27 @@ class Bucket:
         Raises:
             TrainingError: a gradient is sparse.
         """
-        views, grads = self._with_gradients()
-        if any(grad.layout is not torch.strided for grad in grads):
+        grads = [parameter.grad for parameter in self.parameters]
+        views = self.views
+        if not all(grad is not None for grad in grads):  # `None in` asks each tensor `== None`
+            pairs = list(zip(views, grads, strict=True))
+            for view in (view for view, grad in pairs if grad is None):
+                view.zero_()
+            views = [view for view, grad in pairs if grad is not None]
+        present = [grad for grad in grads if grad is not None]
+        if any(grad.layout is not torch.strided for grad in present):
             raise TrainingError(
                 "sparse gradients cannot be reduced in buckets. Fix: sparse=False in nn.Embedding"
             )
-        if len(grads) < len(self.views) or self.numel < len(self.flat):
-            self.flat.zero_()
-        if grads:  # one call: a bucket may have hundreds of small gradients
-            torch._foreach_copy_(views, grads)
+        self.flat[self.numel :].zero_()
+        if present:  # one call: a bucket may have hundreds of small gradients
+            torch._foreach_copy_(views, present)
 
-    @torch.no_grad()
     def give_gradients(self) -> None:
-        """Copy ``flat`` into the gradients of the parameters that have one."""
-        views, grads = self._with_gradients()
-        if grads:
-            torch._foreach_copy_(grads, views)
-
-    def _with_gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the views and gradients of the parameters that have a gradient."""
-        grads = [parameter.grad for parameter in self.parameters]
-        if all(grad is not None for grad in grads):  # `None in` asks each tensor `== None`
-            return self.views, grads  # type: ignore[return-value]
-        return [view for view, grad in zip(self.views, grads, strict=True) if grad is not None], [
-            g for g in grads if g is not None
-        ]
+        """Let the gradients of the parameters that have one be parts of ``flat``."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.grad is not None:
+                parameter.grad = view
 
     @torch.no_grad()
     def take_weights(self, flat: torch.Tensor | None = None) -> torch.Tensor:

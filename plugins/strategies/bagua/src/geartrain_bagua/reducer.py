@@ -78,7 +78,7 @@ class GradientReducer:
         self._handles, self._jobs, self._sent = [], [], []
 
     def finish(self) -> None:
-        """Wait until all buckets are reduced, and copy the results into the gradients.
+        """Wait until all buckets are reduced, and make the results the gradients.
 
         Raises:
             TrainingError: a parameter has no gradient, but all must have one; a parameter in no
@@ -158,7 +158,7 @@ class GradientReducer:
         return self._context.channel.submit(any_rank)
 
     def _give_used(self, used: Sequence[bool]) -> None:
-        """Copy gradients to the parameters that any rank has used."""
+        """Give gradients to the parameters that any rank has used."""
         for parameter, by_any in zip(self._parameters, used, strict=True):
             if by_any and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

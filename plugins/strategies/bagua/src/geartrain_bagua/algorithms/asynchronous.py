@@ -173,7 +173,9 @@ class Asynchronous(Algorithm):
     @torch.no_grad()
     def _communicate(self, training: torch.cuda.Stream | None) -> None:
         """Run rounds until all ranks want to stop, then the last round."""
-        everyone, buckets = self.context.everyone, self.context.buckets
+        everyone = self.context.everyone
+        # Its own, because gradients of the warm-up may still be parts of the others.
+        buckets = [Bucket(bucket.index, bucket.parameters) for bucket in self.context.buckets]
         copies = [torch.empty_like(bucket.flat) for bucket in buckets]
         flag = torch.zeros(1, dtype=torch.int32, device=buckets[0].flat.device)
         while not self._leave.is_set():
