@@ -9,9 +9,9 @@ geartrain-bagua strategy bagua
 geartrain-callbacks precision 16-mixed 64-true bf16-mixed bf16-true
 geartrain-callbacks plugin accumulation_scheduler async_checkpoint backbone_finetuning compile csv
 geartrain-callbacks plugin detect_anomaly deterministic early_stopping ema evaluation_outputs fast
-geartrain-callbacks plugin lr_monitor manual_optimisation model_checkpoint model_summary nan_guard
-geartrain-callbacks plugin norms overfit overrides partial_weights prediction_writer progress
-geartrain-callbacks plugin progress_lines provenance reload_dataloaders swa throughput
+geartrain-callbacks plugin fit_memory lr_monitor manual_optimisation model_checkpoint model_summary
+geartrain-callbacks plugin nan_guard norms overfit overrides partial_weights prediction_writer
+geartrain-callbacks plugin progress progress_lines provenance reload_dataloaders swa throughput
 geartrain-callbacks plugin timed_validation timer training_outputs
 geartrain-cli plugin locked
 geartrain-cli command explain fit plugins predict test validate

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from geartrain_callbacks.ema import EMA
     from geartrain_callbacks.fast import Fast
     from geartrain_callbacks.finetuning import BackboneFinetuning, BaseFinetuning
+    from geartrain_callbacks.fit_memory import FitMemory
     from geartrain_callbacks.lambda_callback import LambdaCallback
     from geartrain_callbacks.lr_monitor import LearningRateMonitor
     from geartrain_callbacks.media import Histogram, Media, Table
@@ -50,6 +51,7 @@ __all__ = [
     "EarlyStopping",
     "EarlyStoppingReason",
     "Fast",
+    "FitMemory",
     "GradientAccumulationScheduler",
     "Histogram",
     "LambdaCallback",
@@ -86,6 +88,7 @@ _NAMES = {
     "ema": "EMA",
     "fast": "Fast",
     "finetuning": "BackboneFinetuning BaseFinetuning",
+    "fit_memory": "FitMemory",
     "lambda_callback": "LambdaCallback",
     "lr_monitor": "LearningRateMonitor",
     "media": "Histogram Media Table",

@@ -53,6 +53,9 @@ class DDPStrategy(ProcessGroupStrategy):
     """
 
     hookspecs = hookspecs
+    #: With these methods ``average_gradients`` can average after a step of which no micro-batch is
+    #: the last. Read by geartrain-callbacks' fit_memory.
+    averages_late = ("micro_step", "backward", "wrap_model", "configure_ddp", "reduce_gradients")
     _frozen: Sequence[nn.Parameter] = ()
 
     def __init__(

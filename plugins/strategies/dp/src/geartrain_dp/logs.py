@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from geartrain import Module, Run, TrainingError
-from geartrain.plugin_api import reductions
+from geartrain_callbacks.parts.combine import combine_logged
 from geartrain_callbacks.torchmetrics_objects import is_metric
 from geartrain_dp.metrics import PartMetrics, Seen, whole_batch
 
@@ -118,7 +118,12 @@ class PartLogs:
             # Without a batch_size, core weights by the whole batch, as in one process.
             self._log(
                 name,
-                self._combined(calls),
+                combine_logged(
+                    [call.value for call in calls],
+                    [call.weight for call in calls],
+                    calls[0].options.get("reduce_fx", "mean"),
+                    self._run.device,
+                ),
                 None if whole else sum(call.weight for call in calls),
                 calls[0].options,
             )
@@ -147,37 +152,4 @@ class PartLogs:
             value.metric if isinstance(value, Seen) else value,
             batch_size=batch_size,
             **options,
-        )
-
-    def _combined(self, calls: list[_Call]) -> Any:
-        """Combine the values in float64. Tensors stay on the first device; nothing waits for it."""
-        device = (
-            self._run.device
-            if any(isinstance(call.value, torch.Tensor) for call in calls)
-            else torch.device("cpu")
-        )
-        values = torch.stack(
-            [torch.as_tensor(call.value).to(device, torch.float64).reshape(()) for call in calls]
-        )
-        reduce_fx = calls[0].options.get("reduce_fx", "mean")
-        match reductions.key(reduce_fx):
-            case "sum":
-                combined = values.sum()
-            case "min":
-                combined = values.amin()  # NaN wins, as in core
-            case "max":
-                combined = values.amax()
-            case _:  # a mean; core refuses unknown reductions
-                total = sum(call.weight for call in calls) or 1
-                combined = (
-                    sum(
-                        (value * call.weight for value, call in zip(values, calls, strict=True)),
-                        values.new_zeros(()),
-                    )
-                    / total
-                )
-        return (
-            combined
-            if any(isinstance(call.value, torch.Tensor) for call in calls)
-            else combined.item()
         )

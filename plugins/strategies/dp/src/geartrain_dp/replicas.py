@@ -20,10 +20,10 @@ from torch.nn.parallel import parallel_apply, replicate
 
 from geartrain import Run, TrainingError
 from geartrain.plugin_api import StepForwarder, map_tensors, move
-from geartrain_dp.combine import combine
+from geartrain_callbacks.parts.combine import combine
+from geartrain_callbacks.parts.split import split
 from geartrain_dp.logs import PartLogs
 from geartrain_dp.metrics import PartMetrics, refuse_metrics
-from geartrain_dp.split import split
 from geartrain_dp.watch import Watch
 
 _MEDIA = ("log_image", "log_figure", "log_histogram", "log_text", "log_table")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from geartrain.plugin_api import warn
-from geartrain_dp.split import is_plain
+from geartrain_callbacks.parts.split import is_plain
 
 #: The dicts in which nn.Module keeps its attributes.
 _STORES = ("_parameters", "_buffers", "_modules")

@@ -9,8 +9,8 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from geartrain import TrainingError
-from geartrain_dp.combine import combine
-from geartrain_dp.split import split
+from geartrain_callbacks.parts.combine import combine
+from geartrain_callbacks.parts.split import split
 
 Pair = namedtuple("Pair", "x y")
 

@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 import torch
 
 from geartrain import TrainingError
-from geartrain.plugin_api import map_nested
-from geartrain_dp.split import children, has_rows, is_plain_list
+from geartrain.plugin_api import map_nested, reductions
+from geartrain_callbacks.parts.split import children, has_rows, is_plain_list
 
 
 def combine(method: str, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -45,6 +45,34 @@ def combine(method: str, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
         ]
     combined = _combine(method, method, list(outputs), sizes)
     return {**combined, **sums} if sums else combined
+
+
+def combine_logged(
+    values: Sequence[Any], weights: Sequence[int], reduce_fx: Any, device: torch.device
+) -> Any:
+    """Combine numbers that parts logged, in float64. Tensors stay on ``device``, and nothing waits.
+
+    Args:
+        values: floats, or tensors of one element.
+        weights: in a mean.
+        reduce_fx: of ``self.log``; an unknown one counts as a mean, and core refuses it.
+    """
+    on_device = any(isinstance(value, torch.Tensor) for value in values)
+    place = device if on_device else torch.device("cpu")
+    stacked = torch.stack(
+        [torch.as_tensor(value).to(place, torch.float64).reshape(()) for value in values]
+    )
+    match reductions.key(reduce_fx):
+        case "sum":
+            combined = stacked.sum()
+        case "min":
+            combined = stacked.amin()  # NaN wins, as in core
+        case "max":
+            combined = stacked.amax()
+        case _:
+            shares = (value * weight for value, weight in zip(stacked, weights, strict=True))
+            combined = sum(shares, stacked.new_zeros(())) / (sum(weights) or 1)
+    return combined if on_device else combined.item()
 
 
 def _combine(method: str, path: str, values: list[Any], sizes: Sequence[int]) -> Any:

@@ -1,4 +1,4 @@
-"""Split a batch into one part per device."""
+"""Split a batch into parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def split(batch: Any, count: int, path: str = "batch") -> tuple[list[Any], list[
 
     Args:
         batch: any nesting of the types above.
-        count: the most parts, one per device.
+        count: the most parts.
         path: name of the batch in errors.
 
     Returns:
@@ -41,7 +41,7 @@ def split(batch: Any, count: int, path: str = "batch") -> tuple[list[Any], list[
         n = rows if n is None else n
         if rows != n:
             raise TrainingError(
-                f"{where} has {rows} rows, but the batch has {n}: it cannot be split over devices. "
+                f"{where} has {rows} rows, but the batch has {n}: it cannot be split. "
                 "Fix: give every tensor one row per sample; keep other tensors in a buffer of the "
                 "module"
             )
@@ -49,9 +49,9 @@ def split(batch: Any, count: int, path: str = "batch") -> tuple[list[Any], list[
     if n is not None and opaque:
         where, name = opaque[0]
         raise TrainingError(
-            f"{where} is a {name}, whose tensors cannot be split over devices, unlike the tensors "
+            f"{where} is a {name}, whose tensors cannot be split, unlike the tensors "
             "beside it. "
-            "Fix: pass its tensors in lists, dicts or dataclasses, or use --strategy ddp"
+            "Fix: pass its tensors in lists, dicts or dataclasses"
         )
     if not n:
         return [batch], [1]
@@ -95,7 +95,7 @@ def _rows(data: Any, path: str) -> Iterator[tuple[str, int]]:
     # A PackedSequence is a named tuple; no field has one row per sample.
     if isinstance(data, PackedSequence):
         raise TrainingError(
-            f"{path} is a PackedSequence, which cannot be split over devices. "
+            f"{path} is a PackedSequence, which cannot be split. "
             "Fix: pack the sequences in the step method"
         )
     if has_rows(data):
