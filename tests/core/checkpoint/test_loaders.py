@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from small_models import trainer
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 
 import geartrain as gt
 from geartrain.callbacks import ModelCheckpoint
@@ -183,11 +183,89 @@ def test_a_loader_that_resumes_itself_gives_each_batch_once(tmp_path, case, data
         assert rest.read == len(rest.seen)  # none is read again
 
 
-@pytest.mark.parametrize("limit", [10, 4])
-def test_a_position_that_a_sampler_applies_when_it_is_read_is_of_one_epoch(tmp_path, limit):
-    options = {"limit_train_batches": limit}
-    whole = go(tmp_path / "whole", Data(Sampled), **options).seen
-    for step in (2, limit - 1, limit, limit + 1):
+class Eager(Sampler):
+    """Draws its order when it is asked for an iterator, and not when that is first read."""
+
+    def __init__(self, generator=None):
+        self.generator = generator
+
+    def __len__(self):
+        return 10
+
+    def __iter__(self):
+        return iter(torch.randperm(10, generator=self.generator).tolist())
+
+
+class Eagerly(DataLoader):
+    """Has a sampler and, for the seeds of workers, the same generator."""
+
+    read = 0
+
+    def __init__(self, start=0):
+        generator = torch.Generator().manual_seed(3)
+        batches = [Eager(generator), 1, False]
+        super().__init__(
+            torch.arange(10.0), batch_sampler=EagerBatches(*batches), generator=generator
+        )
+
+
+class EagerBatches(BatchSampler):
+    """Asks its sampler for an iterator at once, as torchdata's."""
+
+    def __iter__(self):
+        order = iter(self.sampler)
+        return ([index] for index in order)
+
+
+def of_torchdata(name):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+    samplers = pytest.importorskip("torchdata.stateful_dataloader.sampler")
+    data = torch.arange(10.0)
+    options = {
+        "shuffle": {"shuffle": True},
+        "generator": {"shuffle": True, "generator": torch.Generator().manual_seed(3)},
+        "of torch": {"sampler": RandomSampler(data)},
+        "distributed": {"sampler": samplers.StatefulDistributedSampler(data, 1, 0)},
+        "stream": {},
+    }[name]
+    loader = stateful.StatefulDataLoader(Numbers() if name == "stream" else data, 1, **options)
+    loader.read = 0
+    return loader
+
+
+class Numbers(IterableDataset):
+    """A stream that keeps its position."""
+
+    at = 0
+
+    def __iter__(self):
+        for i in range(self.at, 10):
+            self.at = i + 1
+            yield float(i)
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+OTHERS = {
+    "a sampler with the position": Sampled,
+    "an order that is drawn at once": Eagerly,
+    **{
+        f"torchdata: {name}": lambda _, name=name: of_torchdata(name)
+        for name in ("shuffle", "generator", "of torch", "distributed", "stream")
+    },
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.filterwarnings("error:the checkpoint was saved", "ignore:'set_vital' is deprecated")
+def test_a_dataloader_with_samplers_of_others_resumes_anywhere(tmp_path, name):
+    whole = go(tmp_path / "whole", Data(OTHERS[name])).seen
+    for step in (3, 10):  # within an epoch, and at its last batch
         file = tmp_path / "whole" / "steps" / f"step={step}.ckpt"
-        rest = go(tmp_path / f"rest-{step}", Data(Sampled), file, **options).seen
+        rest = go(tmp_path / f"rest-{step}", Data(OTHERS[name]), file).seen
         assert rest == whole[step:]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -219,10 +220,11 @@ def newest_last(hooks: Hooks, output: Path | None) -> Path | None:
     damaged: list[Path] = []
     others = dict.fromkeys(chain.from_iterable(hooks.find_checkpoint(which="any", output=output)))
     for path in chain(_newest_first(lasts), _furthest_first(others)):
-        if _is_whole(path):
-            if damaged or path not in lasts:
-                _warn_of(damaged, path)
-            return path
+        with suppress(TrainingError, UsageError):
+            if checkpoint_file.check(path):
+                if damaged or path not in lasts:
+                    _warn_of(damaged, path)
+                return path
         damaged += [path] if path not in damaged else []
     if damaged:
         raise TrainingError(
@@ -247,13 +249,6 @@ def _furthest_first(paths: Iterable[Path]) -> Iterator[Path]:
         except TrainingError:
             yield path
     yield from sorted(fits, key=lambda path: fits[path], reverse=True)
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        return checkpoint_file.check(path)
-    except (TrainingError, UsageError):
-        return False
 
 
 def _warn_of(damaged: list[Path], used: Path) -> None:

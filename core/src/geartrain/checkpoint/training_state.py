@@ -22,6 +22,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
+from geartrain.data.indices import IndexedBatches
 from geartrain.data.loaders import describe
 from geartrain.data.seeding import random_state, set_random_state
 from geartrain.data.stage import Stage, has_generator
@@ -293,7 +294,8 @@ def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
     loader = stage.loaders[0]
     # The last of the batches that were done is read again: then the loader has drawn its order.
     stage.first = max(batch_idx - 1, 0)
-    if position is not None and keeps_state(loader):
+    counted = isinstance(getattr(loader, "batch_sampler", None), IndexedBatches)
+    if position is not None and keeps_state(loader) and not counted:
         loader.load_state_dict(position)
         stage.done = batch_idx
     elif keeps_state(loader) and isinstance(loader, DataLoader) and not batch_idx:

@@ -23,6 +23,7 @@ class IndexedBatches:
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.batches: Any = loader.batch_sampler
         self._has_workers, self._generator = loader.num_workers > 0, loader.generator
+        self.batch_size = getattr(loader.batch_sampler, "batch_size", None)
         #: The position at which passes begin.
         self.first = 0
 
@@ -30,10 +31,13 @@ class IndexedBatches:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[Any]:
+        return self._from_first(iter(self.batches))  # at once: it may draw numbers, as torchdata's
+
+    def _from_first(self, batches: Iterator[Any]) -> Iterator[Any]:
         first, generator = self.first, self._generator
         state = torch.get_rng_state() if generator is None else generator.get_state()
         seed = crc32(bytes(state.tolist())) if self._has_workers else 0
-        for position, indices in enumerate(self.batches):
+        for position, indices in enumerate(batches):
             if position >= first:
                 yield _Seeded(indices, seed + position) if self._has_workers else indices
 

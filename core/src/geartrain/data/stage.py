@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from geartrain.data.indices import IndexedBatches
 from geartrain.data.loaders import count_batches, length, share_temporary_folder, single_loaders
-from geartrain.hooks.plugin_info import keeps_state
 
 
 @dataclass(slots=True)
@@ -153,13 +152,14 @@ def with_samplers(loader: DataLoader[Any], sampler: Any, batch_sampler: Any) -> 
 def with_indexed_batches(loader: Any, resumes: bool) -> Any:
     """Return a copy of a DataLoader with :class:`IndexedBatches`, if it has workers or ``resumes``.
 
-    Any other is returned as it is. So are streams, loaders without batches or with a state, and
-    those of a dataset with a generator of its own: samples depend on those that were read before.
+    Any other is returned as it is. So are streams, loaders without batches, and those of a dataset
+    with a generator of its own: their samples depend on those that were read before.
     """
-    plain = getattr(type(loader), "__iter__", None) is DataLoader.__iter__
+    iterates = getattr(getattr(type(loader), "__iter__", None), "__module__", "")
+    plain = isinstance(loader, DataLoader) and iterates.startswith(("torch.utils.", "torchdata."))
     if not plain or loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
         return loader
-    if not (resumes or loader.num_workers) or has_generator(loader.dataset) or keeps_state(loader):
+    if not (resumes or loader.num_workers) or has_generator(loader.dataset):
         return loader
     return with_samplers(loader, loader.sampler, IndexedBatches(loader))
 

@@ -178,8 +178,6 @@ def _train_batches(run: Run) -> None:
     device_batches = hooks.device_batches(run=run, loader=loader, stage="train")
     batches = run.coordinator.batches(run, device_batches, limit)
     try:
-        if limit == 0 and any(hasattr(s, "load_state_dict") for s in stage.samplers()):
-            next(device_batches, None)  # a sampler applies a loaded position when it is first read
         if run.loop.resumed is not None and run.loop.resumed.skip(run, batches):
             ended = _finish_step(run, (run.batch_idx - 1) % size + 1, every)
         step, on_step_end = hooks.step, hooks.on_step_end
