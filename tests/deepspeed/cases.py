@@ -188,7 +188,7 @@ def go_wrong(kind):
 
 
 class Parts(Net):
-    """In the second batch rank 1 calls all_gather within its step, or has another loss."""
+    """In the second batch rank 1 calls all_gather, has another loss, or changes a weight."""
 
     def __init__(self, event):
         super().__init__()
@@ -202,9 +202,14 @@ class Parts(Net):
                 self.all_gather(torch.ones(3))
             elif self.event == "part":
                 return self.last(self.second(hidden))
-            else:
+            elif self.event == "leaf":
                 return torch.zeros(len(x), 1, requires_grad=True)
         return self.last(self.extra(self.second(hidden)))
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.event == "weight" and self.global_rank == 1 and batch_idx == 1:
+            self.first.weight.mul_(1.01)
 
 
 def part(stage, event):

@@ -20,3 +20,13 @@ def test_ranks_that_part_end_the_run(tmp_path, stage, event):
     assert any(re.search(message, text) for text in texts), texts
     assert "no error" not in texts
     assert 0 < ends[1][1] < 15
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_weight_that_one_rank_changes_alone_is_found(tmp_path, stage):
+    texts = [text for text, _ in results(tmp_path, part, stage, "weight", seconds=100)]
+    message = "rank 1: first.weight was changed, and in stage 3"
+    if stage < 3:
+        message = "rank 1 differs from rank 0: the number of changes of first.weight. Fix: change "
+    assert any(message in text for text in texts), texts
+    assert "no error" not in texts

@@ -69,6 +69,8 @@ class Engine:
         if self._is_partitioned:
             self._allow_pickles = pickles.refuse_parts(run.module)
         self._versions = self._count_changes()
+        #: How often the user has changed each parameter; empty before training.
+        self._changes: list[int] = []
         optimizer.register_state_dict_post_hook(lambda _, state: self._whole_state(state))
         optimizer.register_load_state_dict_pre_hook(lambda _, state: self._load_state(state))
 
@@ -144,16 +146,47 @@ class Engine:
         Raises:
             TrainingError: they were set, and ranks have parts of them.
         """
+        new = self._new_changes()
         if not self._is_partitioned:  # nothing counts changes through .data
+            self._changes = [sum(pair) for pair in zip(self._changes, new, strict=True)]
             self._zero.refresh_fp32_params()
             return
-        counts = zip(self._names.values(), self._versions, self._count_changes(), strict=True)
-        changed = [name for name, before, after in counts if before != after]
+        changed = [name for name, count in zip(self._names.values(), new, strict=True) if count]
         if changed:
             raise TrainingError(
                 f"{self._label}: {changed[0]} was changed, and in stage 3 each rank has a part of "
                 "it, so the change is lost. Fix: --strategy.stage 2"
             )
+
+    def _new_changes(self) -> list[int]:
+        """Return how often the user has changed each parameter since the last step."""
+        pairs = zip(self._count_changes(), self._versions, strict=True)
+        return [count - before for count, before in pairs]
+
+    def begin_training(self) -> None:
+        """Count the user's changes from now on: the weights of all ranks are equal."""
+        self._changes = self._changes or [-count for count in self._new_changes()]
+
+    def compare_changes(self) -> None:
+        """Compare how often ranks have changed weights, of which each steps a part; a collective.
+
+        Raises:
+            TrainingError: a rank has changed one alone. The ranks have got a part of the change.
+        """
+        totals = [sum(pair) for pair in zip(self._changes, self._new_changes(), strict=True)]
+        values = torch.tensor(totals, dtype=torch.float64)
+        table = self._run.hooks.log_sync(run=self._run, values=values).tolist()
+        usual = max(table, key=table.count)
+        for rank, counts in enumerate(table):
+            pairs = zip(self._names.values(), usual, counts, strict=True)
+            changed = [name for name, expected, count in pairs if count != expected]
+            if changed:
+                more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+                message = f"rank {rank} differs from rank {table.index(usual)}: the number of "
+                message += f"changes of {', '.join(changed[:3])}{more}"
+                raise TrainingError(
+                    f"{message}. Fix: change weights on every rank, in the same way"
+                )
 
     # --- checkpoints; each rank calls these -------------------------------------------------------
 

@@ -5,7 +5,7 @@ ZeRO: Rajbhandari et al. 2019, https://arxiv.org/abs/1910.02054
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -190,6 +190,18 @@ class DeepSpeedStrategy(DDPStrategy):
             run.module.load_state_dict(state)
         else:
             self._engine.load_model_state(state)
+
+    @hookimpl(wrapper=True)
+    def on_epoch_start(self) -> Generator[None, Any, Any]:
+        if self._engine is not None:
+            self._engine.begin_training()
+        return (yield)
+
+    @hookimpl(wrapper=True)
+    def on_epoch_end(self) -> Generator[None, Any, Any]:
+        if self._engine is not None:
+            self._engine.compare_changes()
+        return (yield)
 
     @hookimpl
     def on_run_end(self) -> None:
