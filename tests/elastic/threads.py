@@ -13,7 +13,7 @@ from geartrain_elastic import strategy
 from geartrain_elastic.group import Group
 from geartrain_elastic.hub import Hub, ProcessState
 from geartrain_elastic.member import _Member
-from geartrain_spawn.handover import RankResult, apply_result, outcome, registered_names
+from geartrain_spawn.handover import Baseline, RankResult, apply_result, outcome
 from geartrain_spawn.starter import pack
 
 
@@ -81,7 +81,7 @@ class _Rank:
         try:
             self.hub.begin(rank, self.start)
             run, worker = self.payload.load()
-            before = registered_names(run.module)
+            before = Baseline(run)
             _Member._prepare(self.member, run, rank, self.snapshots[rank])
             return outcome(run, worker(0), before)
         except Exception as error:

@@ -4,7 +4,6 @@ import itertools
 import os
 import pickle
 import time
-from collections import Counter, OrderedDict
 from multiprocessing import util
 from pathlib import Path
 from typing import NamedTuple
@@ -239,22 +238,6 @@ def test_a_later_run_continues_the_table_of_the_first(tmp_path):
     one.test(module, loader(21))
     assert (tmp_path / "metrics.csv").read_text().splitlines()[-1].endswith(",21.0")
     assert len((tmp_path / "metrics.csv").read_text().splitlines()) == len(lines) + 1
-
-
-class Collects(Net):
-    """Its attributes are collections of plain values; a scheduler's state may have such."""
-
-    def on_train_start(self):
-        self.counts, self.ordered = Counter("aab"), OrderedDict(b=[torch.ones(2)], a={"c": (1, 2)})
-
-
-def test_collections_of_plain_values_come_back():
-    module = Collects()
-    trainer(max_epochs=1).fit(module, loader())
-    assert module.counts == Counter("aab")
-    assert type(module.ordered) is OrderedDict
-    assert list(module.ordered) == ["b", "a"]
-    assert torch.equal(module.ordered["b"][0], torch.ones(2))
 
 
 class Data(gt.DataModule):

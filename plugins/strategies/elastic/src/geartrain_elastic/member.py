@@ -28,7 +28,7 @@ from geartrain_elastic.hub import Hub, ProcessState, Snapshot
 from geartrain_parallel.forks import adopt_temporary_folder, guard_forks, let_children_die
 from geartrain_parallel.rendezvous import SealedStore
 from geartrain_spawn.files import AnonymousFile
-from geartrain_spawn.handover import outcome, registered_names
+from geartrain_spawn.handover import Baseline, outcome
 from geartrain_spawn.pickles import pickle_by_value_for_workers
 from geartrain_spawn.rank import Surroundings, die_with_starter, direct_output
 
@@ -251,11 +251,11 @@ class _Member:
         try:
             self._hub.begin(rank, self._random)
             run, worker = self._job.payload.load()
-            known = registered_names(run.module)
+            before = Baseline(run) if rank == 0 else None
             self._prepare(run, rank, snapshot)
             result = worker(self._index)
-            if rank == 0:
-                self._job.answer.dump(outcome(run, result, known))
+            if before is not None:
+                self._job.answer.dump(outcome(run, result, before))
             run = None
             self._tell(Ended(rank))
         except BaseException as error:

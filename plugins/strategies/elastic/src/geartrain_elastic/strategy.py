@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace as changed
 from datetime import timedelta
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,9 +26,9 @@ from geartrain.parallel import SeveralRanks, refuse_sparse, refuse_unequal, shar
 from geartrain.plugin_api import RankCoordinator, Stage
 from geartrain_elastic.gradients import Gradients, spread
 from geartrain_elastic.hub import Call, Hub, Result
-from geartrain_elastic.objects import RankObjects
 from geartrain_elastic.seeding import seeded
 from geartrain_elastic.starter import run_in_members
+from geartrain_spawn.objects import RankObjects, has_storage, restore
 from geartrain_spawn.pickles import dump
 
 #: Ranks have not agreed yet.
@@ -246,7 +247,7 @@ class ElasticStrategy:
         self.loads = False
         results = yield
         if run.world.size > 1:
-            self.objects = RankObjects(run)
+            self.objects = RankObjects(run, partial(in_checkpoints, run.module))
             self._on_step_end = run.hooks.replace_caller("on_step_end", self._end_step)
         return results
 
@@ -417,7 +418,7 @@ class _Coordinator(SeveralRanks):
         if (memory := run.loop.memory_checkpoint) is not None:
             # The events at the start of the epoch have come again: what they changed is set back.
             run.hooks.load_model_state(run=run, state=memory["model"])
-            objects.restore(self._strategy.saved_objects)
+            restore(objects.by_name, self._strategy.saved_objects)
             if self._strategy.saved_data is not None:
                 data: Any = run.trainer.datamodule
                 data.load_state_dict(self._strategy.saved_data)
@@ -440,6 +441,15 @@ class _Coordinator(SeveralRanks):
         state = run.checkpoint(run.epoch)
         hub.keep(run.world.rank, state, self._states, began)
         self._states = None
+
+
+def in_checkpoints(module: nn.Module) -> set[int]:
+    """Return the ids of the memory that a checkpoint has."""
+    tensors: list[torch.Tensor] = list(module.parameters())
+    for part in module.modules():
+        kept = part._buffers.keys() - part._non_persistent_buffers_set
+        tensors += [part._buffers[name] for name in kept]  # type: ignore[misc]
+    return {id(each.untyped_storage()) for each in tensors if has_storage(each)}
 
 
 def _do_nothing(**_: object) -> None:

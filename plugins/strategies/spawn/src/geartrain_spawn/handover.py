@@ -1,32 +1,30 @@
 """Bring the results of a run from the rank back to the process that called ``fit``.
 
 A run travels to a rank as the pickle of (run, worker). Everything that a caller sees after a run in
-one process comes back: the module's tensors and plain attributes, optimizer state, plugins' state,
-counters, metrics and the result.
+one process comes back: the module's tensors, the objects to which the module and the user's plugins
+lead, optimizer state, other plugins' state, counters, metrics and the result.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
-from copy import deepcopy
 from dataclasses import dataclass
 from operator import attrgetter
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils.data import DataLoader, Dataset
 
 from geartrain.plugin_api import LoadedPlugin, load_optimizer, map_tensors, warn
+from geartrain_spawn.objects import RankObjects, has_storage, is_users, reachable, restore
 
 if TYPE_CHECKING:
-    from geartrain import Module, Run
+    from geartrain import Run
 
-#: nn.Module's entries of a module's ``__dict__``, except the two that travel as attributes.
-_OWN = frozenset(vars(nn.Module())) - {"training", "_non_persistent_buffers_set"}
-_REGISTERED = ("_modules", "_parameters", "_buffers")
+#: Objects of these classes, which may be large, stay in the rank.
+_DATA = (Dataset, DataLoader)
 #: Fields of a run and of its logs that the caller sees afterwards.
 _FIELDS = (
     "step",
@@ -49,12 +47,11 @@ class RankResult:
     result: Any
     fields: dict[str, Any]
     logs: dict[str, Any]
-    #: Parameters and buffers by name.
+    #: Parameters and buffers that existed before the run, by name.
     tensors: dict[str, torch.Tensor]
-    #: Modules, parameters and buffers that the run added, by the path of their module.
-    added: dict[str, dict[str, dict[str, Any]]]
-    #: Plain attributes by the path of their module.
-    attributes: dict[str, dict[str, Any]]
+    #: Of :meth:`RankObjects.state`, with the memory of tensors.
+    objects: bytes
+    memory: list[Any]
     datamodule: dict[str, Any]
     #: The ``state_dict()`` of each optimizer and of each scheduler.
     optimizers: list[Any]
@@ -63,43 +60,45 @@ class RankResult:
     plugins: list[Any]
 
 
-def registered_names(module: nn.Module) -> frozenset[str]:
-    """Return the names of a module's submodules, parameters and buffers; its own name is ``""``."""
-    tensors = [
-        name
-        for name, _ in (
-            *module.named_parameters(remove_duplicate=False),
-            *module.named_buffers(remove_duplicate=False),
-        )
-    ]
-    return frozenset(
-        [*tensors, *(name for name, _ in module.named_modules(remove_duplicate=False))]
-    )
+class Baseline:
+    """The module's tensors, and the objects of a run, before a rank begins.
+
+    Args:
+        run: as it came from the caller.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.tensors = _tensors(run.module)
+        self._by_name = set(map(id, self.tensors.values()))
+        self.objects = RankObjects(run, self._sent, _DATA)
+
+    def _sent(self) -> set[int]:
+        """Add the memory of now to that of before, which may have been on another device."""
+        memory = (tensor.untyped_storage() for tensor in filter(has_storage, self.tensors.values()))
+        self._by_name.update(map(id, memory))
+        return self._by_name
 
 
-def outcome(run: Run, result: Any, known: frozenset[str]) -> RankResult:
+def outcome(run: Run, result: Any, before: Baseline) -> RankResult:
     """Return everything that this rank sends back after its run; move the module to the CPU.
 
     Args:
         run: the run that ended.
         result: the worker's result.
-        known: :func:`registered_names` of the module, before the worker was called.
+        before: made before the worker was called.
     """
-    module = run.module.cpu()
-    datamodule = run.trainer.datamodule
+    run.module.cpu()
+    datamodule, memory = run.trainer.datamodule, list[Any]()
     return RankResult(
         result=map_tensors(result, _to_cpu),
         fields={name: attrgetter(name)(run) for name in _FIELDS},
         logs={name: getattr(run.logs, name) for name in _LOGS},
-        tensors={name: tensor.detach() for name, tensor in _tensors(module) if name in known},
-        added={
-            path: new
-            for path, part in module.named_modules()
-            if path in known and (new := _new_in(part, path, known))
+        tensors={
+            name: _to_cpu(tensor).requires_grad_(tensor.requires_grad)
+            for name, tensor in before.tensors.items()
         },
-        attributes={
-            path: _plain_attributes(part) for path, part in module.named_modules() if path in known
-        },
+        objects=before.objects.state(memory),
+        memory=memory,
         datamodule={} if datamodule is None else _plain_attributes(datamodule),
         optimizers=[map_tensors(optimizer.state_dict(), _to_cpu) for optimizer in run.optimizers],
         schedulers=[
@@ -125,7 +124,7 @@ def apply_result(run: Run, brought: RankResult) -> Any:
     run.reset_logs()
     for name, value in brought.logs.items():
         setattr(run.logs, name, value)
-    _update_module(run.module, brought)
+    _update_module(run, brought)
     if run.trainer.datamodule is not None:
         _set(run.trainer.datamodule, _copy(brought.datamodule))
     for part, state in zip(_plugins(run), brought.plugins, strict=True):
@@ -138,12 +137,8 @@ def apply_result(run: Run, brought: RankResult) -> Any:
     return _copy(brought.result)
 
 
-def _update_module(module: Module, brought: RankResult) -> None:
-    parts = dict(module.named_modules())
-    for path, new in brought.added.items():
-        for kind, items in new.items():
-            vars(parts[path])[kind].update(deepcopy(items))
-    tensors = dict(_tensors(module))
+def _update_module(run: Run, brought: RankResult) -> None:
+    objects, tensors = dict(reachable(run, _DATA)), _tensors(run.module)
     with torch.no_grad():
         for name, received in brought.tensors.items():
             kept = tensors[name]
@@ -153,8 +148,11 @@ def _update_module(module: Module, brought: RankResult) -> None:
                 kept.copy_(received)
             else:
                 kept.data = received.clone()  # the run resized it
-    for path, attributes in brought.attributes.items():
-        _set(parts[path], _copy(attributes))
+            kept.requires_grad_(received.requires_grad)
+    try:
+        restore(objects, brought.objects, map(bytearray, brought.memory))
+    except Exception as error:  # which must not lose the trained weights
+        warn(f"the objects of the module and of plugins are as before the run: {error}")
 
 
 def _set(thing: Any, attributes: dict[str, Any]) -> None:
@@ -184,31 +182,16 @@ def _make_optimizers(run: Run, brought: RankResult) -> None:
 # --- the objects that travel ----------------------------------------------------------------------
 
 
-def _tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
-
-
-def _new_in(part: nn.Module, path: str, known: frozenset[str]) -> dict[str, dict[str, Any]]:
-    """Return the run's additions to one module, by the nn.Module dictionary that holds them."""
-    prefix = f"{path}." if path else ""
-    found = {
-        kind: {
-            name: value
-            for name, value in vars(part)[kind].items()
-            if value is not None and prefix + name not in known
-        }
-        for kind in _REGISTERED
-    }
-    return {kind: items for kind, items in found.items() if items}
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers by name; one that is shared has several names."""
+    parameters = module.named_parameters(remove_duplicate=False)
+    return {**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}
 
 
 def _plain_attributes(thing: Any) -> dict[str, Any]:
     """Return the attributes that are numbers, strings, tensors, arrays, or collections of them."""
     return {
-        name: map_tensors(value, _to_cpu)
-        for name, value in vars(thing).items()
-        if name not in _OWN and _is_plain(value)
+        name: map_tensors(value, _to_cpu) for name, value in vars(thing).items() if _is_plain(value)
     }
 
 
@@ -242,9 +225,9 @@ def _plugin_state(part: LoadedPlugin) -> Any:
     state = part.state()
     if state is not None:
         return state
-    # A file of functions is a module, whose globals are no state. Objects with slots have none.
+    # The user's come back as objects; others with slots have no attributes.
     return (
         _plain_attributes(part.plugin)
-        if hasattr(part.plugin, "__dict__") and not isinstance(part.plugin, ModuleType)
+        if hasattr(part.plugin, "__dict__") and not is_users(part)
         else {}
     )

@@ -31,7 +31,7 @@ from geartrain.parallel import (
     write_output_to,
 )
 from geartrain_spawn.files import AnonymousFile
-from geartrain_spawn.handover import outcome, registered_names
+from geartrain_spawn.handover import Baseline, outcome
 from geartrain_spawn.pickles import pickle_by_value_for_workers
 
 
@@ -120,9 +120,9 @@ def main(job: Job) -> None:
         # none of them.
         torch.set_num_threads(1 if job.surroundings is None else threads(job.place.local_size))
         run, worker = job.payload.load() if isinstance(job.payload, AnonymousFile) else job.payload
-        known = registered_names(run.module)
+        before = Baseline(run) if job.place.local_rank == 0 else None
         result = join(run, worker, job.place, job.number, job.timeout)
-        job.answer.dump(outcome(run, result, known) if job.place.local_rank == 0 else DONE)
+        job.answer.dump(DONE if before is None else outcome(run, result, before))
     except BaseException as error:
         if run is not None:
             run.hooks.explain(error, notes=False)

@@ -1,4 +1,4 @@
-"""The objects of a rank that no checkpoint contains: those of its module and callbacks."""
+"""The objects of a rank's module and callbacks, and what they contain, for another process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pickle
 import sys
 from argparse import Namespace
 from collections import UserDict, UserList, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -20,15 +20,16 @@ import torch
 from torch import nn
 
 from geartrain import Run, TrainingError
-from geartrain.plugin_api import warn
+from geartrain.plugin_api import LoadedPlugin, warn
 from geartrain_spawn.pickles import Pickler
 
 _numpy: Any = importlib.import_module("numpy") if find_spec("numpy") else None
 _ARRAYS: Any = (_numpy.ndarray,) if _numpy else ()
 #: Objects that never change, except tuples, which may contain others.
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, type, Enum)
-#: Attributes of torch's own: hooks.
-_HOOKS = frozenset(vars(nn.Module())) - {"training", "_parameters", "_buffers", "_modules"}
+#: Attributes of torch's own: hooks, also those of lazy modules, and what ``compile`` has made.
+_HOOKS = frozenset(vars(nn.Module())) | {"_load_hook", "_initialize_hook", "_compiled_call_impl"}
+_HOOKS -= {"training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
 #: Packages whose objects have no attributes of the user's, except those of these classes.
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "geartrain"}
 _NAMESPACES = (SimpleNamespace, Namespace, UserDict, UserList)
@@ -40,25 +41,30 @@ _Place = tuple[str, str]
 class RankObjects:
     """The objects to which the user's module and plugins lead.
 
-    An object that exists when the fit begins is named after its path then, which is the same in
-    every process that starts the rank. A pickle of the state has the names of these objects in
-    place of them, and all other objects once. So a rank that starts again changes its own objects
-    in place, and what was one object for several others is one object again.
+    An object that exists now is named after its path, which is the same in every process that has
+    the run. A pickle of the state has the names of these objects in place of them, and all other
+    objects once. So another process changes its own objects in place, and what was one object for
+    several others is one object again.
 
     Args:
-        run: its fit begins. Tensors and arrays that stay as they are now are left out.
+        run: it begins. Tensors and arrays that stay as they are now are left out.
+        elsewhere: returns the ids of the tensors, and of the memory, that the other process gets in
+            another way.
+        stays: objects of these classes stay in their process, with all that they contain.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._objects = dict(_reachable(run))
-        self._names = {id(thing): name for name, thing in self._objects.items()}
+    def __init__(
+        self, run: Run, elsewhere: Callable[[], set[int]], stays: tuple[type, ...] = ()
+    ) -> None:
+        self._run, self._elsewhere, self._stays = run, elsewhere, stays
+        self.by_name = dict(reachable(run, stays))
+        self._names = {id(thing): name for name, thing in self.by_name.items()}
         #: What need not be saved if it is still so: see :meth:`_mark`.
         self._began: dict[_Place, Any] = {}
         self._attributes: dict[str, Any] = {}
-        loaded = _in_checkpoints(run.module)
-        for name, thing in self._objects.items():
-            if id(thing) not in loaded:  # which will load something else
+        sent = elsewhere()
+        for name, thing in self.by_name.items():
+            if id(thing) not in sent:
                 self._began[name, ""] = self._mark(thing)
             attributes = _attributes(thing)
             self._attributes[name] = attributes.keys()
@@ -67,34 +73,30 @@ class RankObjects:
         #: What cannot be pickled.
         self._left_out: set[_Place] = set()
 
-    def state(self) -> bytes:
-        """Return what the objects contain, pickled."""
+    def state(self, buffers: list[pickle.PickleBuffer] | None = None) -> bytes:
+        """Return what the objects contain, pickled.
+
+        Args:
+            buffers: an empty list for the memory of tensors, which then is not in the pickle.
+        """
         try:
-            return self._pickled(dict(self._contents()))
+            return self._pickled(dict(self._contents()), buffers)
         except Exception:
             for place, value in self._contents():
                 try:
-                    self._pickled(value)
+                    self._pickled(value, [])
+                except _Stays:
+                    self._left_out.add(place)
                 except Exception as error:
                     self._leave_out(place, error)
-        return self._pickled(dict(self._contents()))
-
-    def restore(self, state: bytes) -> None:
-        """Let the objects of this process contain what those of another one did."""
-        for (name, attribute), value in _Unpickler(state, self._objects).load().items():
-            if (thing := self._objects.get(name)) is None:
-                continue  # so no other object refers to it
-            if not attribute:
-                _fill(thing, value)
-            elif value is not _Deleted:
-                object.__setattr__(thing, attribute, value)  # past the class's own
-            elif attribute in _attributes(thing):
-                object.__delattr__(thing, attribute)
+        if buffers is not None:
+            buffers.clear()
+        return self._pickled(dict(self._contents()), buffers)
 
     def _contents(self) -> Iterator[tuple[_Place, Any]]:
-        loaded = _in_checkpoints(self._run.module)
-        for name, thing in self._objects.items():
-            has_changed = id(thing) not in loaded and self._has_changed(name, "", self._mark(thing))
+        sent = self._elsewhere()
+        for name, thing in self.by_name.items():
+            has_changed = id(thing) not in sent and self._has_changed(name, "", self._mark(thing))
             if has_changed and (content := _content(thing)) is not None:
                 yield (name, ""), content
             attributes = _attributes(thing)
@@ -116,7 +118,7 @@ class RankObjects:
         """
         if isinstance(thing, torch.UntypedStorage):
             return crc32(_memory(thing))
-        if _has_storage(thing):
+        if has_storage(thing):
             storage, *form = _form(thing)
             return id(storage), form
         if isinstance(thing, _ARRAYS) and not thing.dtype.hasobject:
@@ -126,44 +128,76 @@ class RankObjects:
             return names if all(type(key) is str and name for key, name in names) else None
         return None
 
-    def _pickled(self, contents: Any) -> bytes:
+    def _pickled(self, contents: Any, buffers: list[pickle.PickleBuffer] | None) -> bytes:
         file = io.BytesIO()
-        _Pickler(file, self._names).dump(contents)
+        _Pickler(file, self._names, self._stays, buffers).dump(contents)
         return file.getvalue()
 
     def _leave_out(self, place: _Place, error: Exception) -> None:
         self._left_out.add(place)
         warn(
             f"{self._run.plan.strategy.label}: {'.'.join(filter(None, place))} cannot be pickled "
-            f"({type(error).__name__}: {error}), so a rank that starts again has another one"
+            f"({type(error).__name__}: {error}), so no other process gets it"
         )
+
+
+def restore(objects: dict[str, Any], state: bytes, buffers: Iterable[Any] = ()) -> None:
+    """Let objects contain what those of another process did.
+
+    Args:
+        objects: by their names; see :func:`reachable`.
+        state: of :meth:`RankObjects.state` in the other process.
+        buffers: the memory of tensors beside it, which becomes that of new ones.
+
+    Raises:
+        TrainingError: an object refers to one that is missing here.
+    """
+    for (name, attribute), value in _Unpickler(state, objects, buffers).load().items():
+        if (thing := objects.get(name)) is None:
+            continue  # so no other object refers to it
+        if not attribute:
+            _fill(thing, value)
+        elif value is not _Deleted:
+            object.__setattr__(thing, attribute, value)  # past the class's own
+        elif attribute in _attributes(thing):
+            object.__delattr__(thing, attribute)
 
 
 class _Deleted:
     """In place of an attribute that existed when the fit began."""
 
 
+class _Stays(pickle.PicklingError):
+    """An object stays in its process."""
+
+
 class _Pickler(Pickler):
     """Pickle a reference to each object that has a name."""
 
-    def __init__(self, file: Any, names: dict[int, str]) -> None:
-        super().__init__(file)
-        self._names = names
+    def __init__(
+        self, file: Any, names: dict[int, str], stays: tuple[type, ...], buffers: list[Any] | None
+    ) -> None:
+        super().__init__(file, None if buffers is None else buffers.append)
+        self._names, self._stays = names, stays
 
     def persistent_id(self, obj: Any) -> str | None:
         return self._names.get(id(obj))
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, self._stays):
+            raise _Stays
+        if isinstance(obj, io.TextIOWrapper):  # cloudpickle would read it
+            raise pickle.PicklingError("it is an open file")
         if _package(obj).startswith("geartrain"):
             raise pickle.PicklingError(f"it has an object of {type(obj).__qualname__}")
-        if type(obj) is torch.Tensor and not obj.is_leaf:
-            obj = obj.detach()
+        if type(obj) is torch.Tensor and not (obj.is_leaf and obj.device.type == "cpu"):
+            obj = obj.detach().cpu()
         return super().reducer_override(obj)
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, state: bytes, objects: dict[str, Any]) -> None:
-        super().__init__(io.BytesIO(state))
+    def __init__(self, state: bytes, objects: dict[str, Any], buffers: Iterable[Any]) -> None:
+        super().__init__(io.BytesIO(state), buffers=buffers)
         self._objects = objects
 
     def persistent_load(self, pid: Any) -> Any:
@@ -171,22 +205,26 @@ class _Unpickler(pickle.Unpickler):
             return self._objects[pid]
         except KeyError:
             raise TrainingError(
-                f"a rank cannot be taken over: as it starts again it has no {pid}, which it had "
-                "when the fit began. Fix: create the same objects whenever it starts"
+                f"the state of a rank has {pid}, which it had when the run began, and this process "
+                "has none. Fix: create the same objects in each process"
             ) from None
 
 
 # --- which objects --------------------------------------------------------------------------------
 
 
-def _reachable(run: Run) -> Iterator[tuple[str, Any]]:
-    """Yield each object, with the first path that leads to it."""
+def reachable(run: Run, stays: tuple[type, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield each object, with the first path that leads to it.
+
+    Args:
+        stays: what objects of these classes contain is left out.
+    """
     remaining: deque[tuple[str, Any]] = deque([("run", run), ("trainer", run.trainer)])
     remaining += [(f"optimizer {i}", each) for i, each in enumerate(run.optimizers)]
     remaining += [(f"scheduler {i}", each.scheduler) for i, each in enumerate(run.schedulers)]
     remaining.append(("module", run.module))
     for number, part in enumerate(run.hooks.parts):
-        if part.info.kind == "plugin" and part.info.distribution is None:
+        if is_users(part):
             plugin = getattr(part.plugin, "callback", part.plugin)
             remaining.append((f"{part.info.name}#{number}", plugin))
     seen: set[int] = set()
@@ -197,11 +235,17 @@ def _reachable(run: Run) -> Iterator[tuple[str, Any]]:
         seen.add(id(thing))
         if not isinstance(thing, tuple):
             yield path, thing
-        remaining += [(f"{path}{label}", value) for label, value in _children(thing)]
+        if not isinstance(thing, stays):
+            remaining += [(f"{path}{label}", value) for label, value in _children(thing)]
+
+
+def is_users(part: LoadedPlugin) -> bool:
+    """True for a plugin that the user has written."""
+    return part.info.kind == "plugin" and part.info.distribution is None
 
 
 def _children(thing: Any) -> Iterator[tuple[str, Any]]:
-    if _has_storage(thing):
+    if has_storage(thing):
         yield " storage", thing.untyped_storage()
     elif isinstance(thing, dict):
         for number, (key, value) in enumerate(thing.items()):
@@ -231,20 +275,11 @@ def _package(thing: Any) -> str:
     return type(thing).__module__.partition(".")[0]
 
 
-def _has_storage(thing: Any) -> bool:
+def has_storage(thing: Any) -> bool:
     """True for tensors that are memory and a form: not sparse, quantized or on ``meta``."""
     if type(thing) not in (torch.Tensor, nn.Parameter):
         return False
     return thing.layout is torch.strided and thing.device.type == "cpu" and not thing.is_quantized
-
-
-def _in_checkpoints(module: nn.Module) -> set[int]:
-    """Return the ids of the memory that a checkpoint has."""
-    tensors: list[torch.Tensor] = list(module.parameters())
-    for part in module.modules():
-        kept = part._buffers.keys() - part._non_persistent_buffers_set
-        tensors += [part._buffers[name] for name in kept]  # type: ignore[misc]
-    return {id(each.untyped_storage()) for each in tensors if _has_storage(each)}
 
 
 # --- their contents -------------------------------------------------------------------------------
@@ -253,8 +288,8 @@ def _in_checkpoints(module: nn.Module) -> set[int]:
 def _content(thing: Any) -> Any:
     """Return what an object contains besides attributes; ``None`` if that is unknown."""
     if isinstance(thing, torch.UntypedStorage):
-        return bytearray(_memory(thing))
-    if _has_storage(thing):
+        return pickle.PickleBuffer(_memory(thing)) if thing.nbytes() else b""
+    if has_storage(thing):
         return _form(thing)
     if isinstance(thing, _ARRAYS):
         return thing.copy()

@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import numpy
@@ -14,7 +15,8 @@ import torch
 from torch import nn
 
 from geartrain import TrainingError
-from geartrain_elastic.objects import RankObjects
+from geartrain_elastic.strategy import in_checkpoints
+from geartrain_spawn.objects import RankObjects, restore
 
 DTYPES = sorted({t for t in vars(torch).values() if isinstance(t, torch.dtype)}, key=str)
 BITS = sorted(numpy.random.BitGenerator.__subclasses__(), key=str)
@@ -57,6 +59,10 @@ def run_of(module, *plugins):
     )
 
 
+def objects_of(module, *plugins):
+    return RankObjects(run_of(module, *plugins), partial(in_checkpoints, module))
+
+
 def taken_over(make, change, watch=None):
     """Return a rank's module that has changed, and that of the rank that starts again.
 
@@ -68,11 +74,11 @@ def taken_over(make, change, watch=None):
     for _ in range(2):
         net = Net(make)
         plugin = None if watch is None else watch(net)
-        ranks.append((net, plugin, RankObjects(run_of(net, *([plugin] if plugin else [])))))
+        ranks.append((net, plugin, objects_of(net, *([plugin] if plugin else []))))
     (changed, first, objects), (fresh, _, others) = ranks
     change(changed, *([first] if first else []))
     fresh.load_state_dict(changed.state_dict())
-    others.restore(objects.state())
+    restore(others.by_name, objects.state())
     return changed, fresh
 
 
@@ -142,11 +148,11 @@ def test_buffers_in_place_and_in_lists():
 
     changed, fresh = Net(make), Net(make)
     held = fresh.mean, fresh.layer.weight
-    objects, others = (RankObjects(run_of(net)) for net in (changed, fresh))
+    objects, others = map(objects_of, (changed, fresh))
     changed.mean += 3
     changed.parts.append(changed.kept)
     fresh.load_state_dict(changed.state_dict())
-    others.restore(objects.state())
+    restore(others.by_name, objects.state())
     assert (fresh.mean, fresh.layer.weight) == (fresh.parts[0], fresh.tied[0])
     assert all(a is b for a, b in zip((fresh.mean, fresh.layer.weight), held, strict=True))
     assert held[0].tolist() == [3.0, 3.0]
@@ -253,9 +259,9 @@ def test_containers_change_in_place(make_container):
     fresh = Net(make)
     held = fresh.container
     changed = Net(make)
-    objects, others = (RankObjects(run_of(net)) for net in (changed, fresh))
+    objects, others = map(objects_of, (changed, fresh))
     change(changed)
-    others.restore(objects.state())
+    restore(others.by_name, objects.state())
     assert fresh.container is held
     assert type(held) is type(changed.container)
     assert held == changed.container
@@ -308,7 +314,7 @@ def test_users_objects_also_in_lists_and_with_slots_and_modules_that_are_hidden(
 def test_what_has_not_changed_is_left_out():
     net = Net()
     net.table, net.array = torch.zeros(100_000), numpy.zeros(100_000)
-    objects = RankObjects(run_of(net))
+    objects = objects_of(net)
     assert len(objects.state()) < 1000
     net.table += 1
     net.array += 1
@@ -330,7 +336,7 @@ def test_what_cannot_be_pickled_is_left_out_with_a_warning():
 def test_an_object_that_the_new_rank_lacks_is_an_error():
     changed, fresh = Net(), Net()
     changed.stray = object()
-    changed_objects = RankObjects(run_of(changed))
+    changed_objects = objects_of(changed)
     changed.held = [changed.stray]
-    with pytest.raises(TrainingError, match=r"it has no module.stray, .* Fix: create the same"):
-        RankObjects(run_of(fresh)).restore(changed_objects.state())
+    with pytest.raises(TrainingError, match=r"has module.stray, which.*Fix: create the same"):
+        restore(objects_of(fresh).by_name, changed_objects.state())
