@@ -376,3 +376,18 @@ def test_one_rank_of_ddp_runs_out_of_memory(by_ddp, cls, name):
         assert torch.equal(first[key], second[key])
     assert (sizes[0], others[0]) == (4, 4)
     assert others[1:4] == [2, 1, 1]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "elastic"])
+def test_one_rank_of_other_strategies_runs_out_of_memory(strategy):
+    def run(cls, *plugins):
+        module = cls()
+        options = {"max_epochs": 2, "precision": "64-true", "seed": 1, "plugins": plugins}
+        options["strategy_options"] = {"timeout": 60}
+        return fit(module, loader(shuffle=True), strategy=strategy, devices=2, **options), module
+
+    _, expected = run(Limited)
+    after, found = run(LateOfRank, FitMemory())
+    assert_close(expected, found)
+    assert after.callback_metrics["micro_batches"] == 4
