@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
-from regression import Net, one_trainer, samples
+from regression import SAVES, Net, one_trainer, samples
 
 
 class Groups(Net):
@@ -158,25 +158,12 @@ class Scales(Net):
         return Scaled(self.parameters(), lr=0.1)
 
 
-class Saves(Net):
-    """Rank 0 saves as under ddp: in stage 3 its file would be empty."""
-
-    def __init__(self, get):
-        super().__init__()
-        self.get = get
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        if self.trainer.is_global_zero:
-            torch.save(self.get(self), "weights.pt")
-
-
 MADE = {
     "whole": Whole,
     "scaled": Scales,
     "two": lambda: Net(optimizer="two"),
     "changes": ChangesFirst,
-    "saves weights": lambda: Saves(lambda module: module.state_dict()),
-    "saves parameter": lambda: Saves(lambda module: module.first.weight),
+    **SAVES,
 }
 
 

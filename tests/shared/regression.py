@@ -1,5 +1,7 @@
 """A regression with data and a trainer, for tests of strategies in one and in several processes."""
 
+from functools import partial
+
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -92,6 +94,25 @@ class Net(gt.Module):
                 trained, lr=0.1, max_iter=4, tolerance_change=0, tolerance_grad=0
             )
         return torch.optim.SGD(trained, lr=0.1)
+
+
+class Saves(Net):
+    """Rank 0 alone saves, as under ddp. Where ranks have parts, its file would have a part."""
+
+    def __init__(self, get):
+        super().__init__()
+        self.get = get
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.trainer.is_global_zero:
+            torch.save(self.get(self), "weights.pt")
+
+
+#: Modules that save, by name.
+SAVES = {
+    "saves weights": partial(Saves, lambda module: module.state_dict()),
+    "saves parameter": partial(Saves, lambda module: module.first.weight),
+}
 
 
 class Contrast(gt.Module):

@@ -2,12 +2,11 @@
 
 import functools
 import inspect
-import subprocess
-import sys
 import warnings
 
 import pytest
 import torch
+from fresh import words_of
 from small_models import Net, assert_equal, fit
 from torch import nn
 from torch.optim import lr_scheduler
@@ -208,20 +207,9 @@ def test_GEARTRAIN_PLAIN_turns_it_off(monkeypatch, ranges):
 #: Fits, prints whether the compiler is imported; then compiles what resets gradients.
 PROGRAM = """
 import sys, torch
-import geartrain as gt
-from torch.utils.data import DataLoader, TensorDataset
+from regression import Net, one_trainer, samples
 
-class Net(gt.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(3, 1)
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch[0]).square().mean()
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters())
-
-data = DataLoader(TensorDataset(torch.ones(8, 3)), 4)
-gt.Trainer(accelerator="cpu", max_epochs=1, enable_progress_bar=False).fit(Net(), data)
+one_trainer().fit(Net(optimizer="adam"), torch.utils.data.DataLoader(samples(), 24))
 print("torch._dynamo" in sys.modules)
 optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
 
@@ -239,7 +227,4 @@ print(marked.__dict__["__dynamo_disable"] is not marked)
 @pytest.mark.parametrize("plain", ["0", "1"])
 def test_the_compiler_is_imported_when_something_compiles(plain, monkeypatch):
     monkeypatch.setenv("GEARTRAIN_PLAIN", plain)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert done.stdout.split() == [str(plain == "1"), "True"]
+    assert words_of(PROGRAM) == [str(plain == "1"), "True"]
