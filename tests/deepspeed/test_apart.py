@@ -7,7 +7,6 @@ from several_ranks import results
 
 from .cases import STAGES, part
 
-pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(300)]
 
 

@@ -15,7 +15,6 @@ from geartrain_deepspeed import DeepSpeedStrategy
 
 from .cases import go_wrong
 
-pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(120)]
 
 

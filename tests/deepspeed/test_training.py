@@ -6,7 +6,6 @@ from several_ranks import kept_by
 
 from .cases import CASES, IN_WHOLES, MODULES, PAIRS, STAGES, interchange, train_all
 
-pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(300)]
 
 trained = kept_by(train_all, seconds=280)

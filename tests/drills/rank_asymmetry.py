@@ -84,6 +84,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "horovod": {"scale_lr": False},
     "tensor_parallel": {"colwise": "first", "rowwise": "last"},
 }
+#: Events that rank 0 handles in another way than the other ranks.
+OF_RANK_0 = ("error", "broadcast", "save", "killed")
 #: What a strategy needs beside its distribution.
 NEEDS = {"horovod": "horovod", "deepspeed": "deepspeed"}
 
@@ -126,6 +128,16 @@ class Cell:
 
 def cells() -> list[Cell]:
     return [Cell(event, name, one) for event in EVENTS for name in strategies() for one in (0, 1)]
+
+
+def few_cells() -> list[Cell]:
+    """Return each event under each strategy, on both ranks where that differs and under ddp."""
+    places = [(i + j) % 2 for i in range(len(EVENTS)) for j in range(len(strategies()))]
+    return [
+        cell
+        for cell, place in zip(cells(), [place for place in places for _ in (0, 1)], strict=True)
+        if cell.one == place or cell.strategy == "ddp" or cell.event in OF_RANK_0
+    ]
 
 
 # --- the program of a cell ------------------------------------------------------------------------

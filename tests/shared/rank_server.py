@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,6 +26,7 @@ from warm import count_for_test
 
 # Each rank would need a second for these.
 import geartrain_port.names  # noqa: F401
+from geartrain import Trainer
 from geartrain_testing.launching import free_port
 
 #: Seconds between two polls of the ranks; for the other ranks to end after one has failed; and for
@@ -36,17 +38,30 @@ _status: int | None = None
 
 def main() -> None:
     """Serve until the standard input ends."""
+    prepare()
+    os.fsync = lambda number: None  # as in conftest.py
     gc.freeze()  # so that garbage collection in a rank does not copy the shared memory
     for line in sys.stdin:
         request = json.loads(line)
         os.environ.clear()
         os.environ.update(request["environment"])
+        if "deepspeed" in [*request["module"].split("."), *request["arguments"]]:
+            os.environ["DS_ACCELERATOR"] = "cpu"
+            with suppress(ImportError):  # each rank would need seconds for it
+                importlib.import_module("deepspeed")
         try:
             function = getattr(importlib.import_module(request["module"]), request["function"])
         except Exception:
             print(json.dumps(traceback.format_exc()), flush=True)
             continue
         print(json.dumps(run(function, request, free_port())), flush=True)
+
+
+def prepare() -> None:
+    """Import all strategies, and read the metadata of distributions, as each rank would."""
+    for entry in entry_points(group="geartrain.strategies"):
+        entry.load()
+    Trainer(accelerator="cpu", enable_progress_bar=False)
 
 
 def run(function: Callable[..., Any], request: dict[str, Any], port: int) -> list[str]:
