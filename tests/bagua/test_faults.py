@@ -41,7 +41,7 @@ TABLE = [
     (algorithm, *fault)
     for algorithm in ALGORITHMS
     for fault in EVERYWHERE
-    + (KILLED if algorithm not in ("bytegrad", "qadam") else [])
+    + (KILLED if algorithm in ("gradient_allreduce", "async") else [])
     + (THREAD if algorithm == "async" else [])
 ]
 

@@ -69,7 +69,8 @@ def test_ranks_that_geartrain_starts(tmp_path, options):
 
 
 def test_ranks_that_are_spawned(tmp_path):
-    (alone,) = run(tmp_path, fit, "ddp_spawn", "--max-epochs", "1", ranks=1, place="alone")
+    options = ["--max-epochs", "1", "--strategy.start_method", "fork"]
+    (alone,) = run(tmp_path, fit, "ddp_spawn", *options, ranks=1, place="alone")
     assert alone.result == ["runs/model-1"] * 3
     assert alone.err.count("with ddp_spawn, in runs/model-1\n") == 1
     assert alone.out.splitlines()[-2:] == [

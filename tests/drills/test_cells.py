@@ -1,6 +1,6 @@
 """Cells of the table of failures: every event, kind of loader worker and rank, ddp and ddp_spawn.
 
-``failure_cells.py`` runs all cells. By default only the cells run that kill a rank with loader
+``failure_cells.py`` runs all cells. By default only the cell runs that kills a rank with loader
 workers.
 """
 
@@ -16,10 +16,10 @@ pytestmark = [
 ]
 CELLS = [
     "ddp:1:fork:kill:1",
-    "ddp_spawn:2:fork:kill:0",
     *(
         pytest.param(cell, marks=pytest.mark.matrix)
         for cell in (
+            "ddp_spawn:2:fork:kill:0",
             "ddp:2p:fork:success:0",
             "ddp:1:fork:sample:0",
             "ddp:2p:fork:step:1",

@@ -17,12 +17,6 @@ from transformers import BertConfig, BertForSequenceClassification, GPT2LMHeadMo
 
 pytestmark = pytest.mark.timeout(240)  # the tests train, which takes longer on a busy machine
 
-STRATEGIES = pytest.mark.parametrize(
-    "strategy",
-    [["--strategy", "single"], ["--strategy", "ddp", "--devices", 2]],
-    ids=lambda strategy: strategy[1],
-)
-
 
 @pytest.fixture
 def gpt2(part):
@@ -37,8 +31,7 @@ def bound(gpt2):
 
 
 @pytest.mark.example
-@STRATEGIES
-def test_a_module_around_it_learns_and_is_saved(example, gpt2, bound, strategy):
+def test_a_module_around_it_learns_and_is_saved(example, gpt2, bound):
     small = [
         "--model.width",
         64,
@@ -51,7 +44,7 @@ def test_a_module_around_it_learns_and_is_saved(example, gpt2, bound, strategy):
         "--seed",
         1,
     ]
-    ran = example("transformers_lm", *small, *strategy, cli=True)
+    ran = example("transformers_lm", *small, "--strategy", "single", cli=True)
     assert ran.metrics()["val_loss"] < 0.9 * bound
     assert (ran.output / "model" / "model.safetensors").is_file()
 
@@ -64,9 +57,9 @@ def test_a_module_around_it_learns_and_is_saved(example, gpt2, bound, strategy):
 
 
 @pytest.mark.example
-@STRATEGIES
-def test_the_model_as_it_is_learns_and_is_saved(example, gpt2, bound, strategy):
-    ran = example("transformers_lm", "--max-steps", 60, *strategy, option="--save")
+def test_the_model_as_it_is_learns_and_is_saved(example, gpt2, bound):
+    options = ["--max-steps", 60, "--strategy", "ddp", "--devices", 2]
+    ran = example("transformers_lm", *options, option="--save")
     assert ran.code == 0, ran.errors
     again = GPT2LMHeadModel.from_pretrained(ran.output).eval()
     with torch.no_grad():

@@ -148,7 +148,7 @@ gt.Trainer(accelerator="cpu", devices=1, max_epochs=2).fit(Slow())
 
 
 @pytest.mark.end_to_end
-@methods("forkserver", "spawn", "fork")
+@methods("forkserver", "fork")
 def test_in_a_notebook(tmp_path, method, executed):
     checks = (
         "trainer.validate",
@@ -188,7 +188,7 @@ def check_progress(drawn, counted):
 
 
 @pytest.mark.end_to_end
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_in_an_interactive_session(tmp_path, method):
     session = f"{NET}\n\n{fit(method)}"
     (tmp_path / "session.py").write_text(session)
@@ -335,7 +335,7 @@ def test_ctrl_c_in_a_terminal_ends_everything_and_tears_down(tmp_path, method):
 
 @pytest.mark.end_to_end
 @pytest.mark.skipif(not HAS_PROC, reason="finds processes through /proc")
-@methods("fork", "forkserver", "spawn")
+@methods("fork", "forkserver")
 def test_all_processes_end_after_the_starter_is_killed(tmp_path, method):
     with waiting(tmp_path, method, LOADER_WORKERS="1") as run:
         until_waiting(run, tmp_path)

@@ -9,5 +9,7 @@ pytestmark = pytest.mark.timeout(300)
 
 class TestElastic(StrategyConformance):
     strategy = "elastic"
+    # Its processes end in the same way in each phase; tests/drills kills them at any moment.
+    chosen = r"^(?!.*(signal\[SIG(SEGV|TERM)|error_in\[(?!setup|training_step|validation)))"
     # tests/elastic tests the rest of what matters by default.
-    matrix = r"^(?!test_(equals_one_process\[sgd\]|evaluation_coverage|metadata))"
+    matrix = r"^(?!test_(evaluation_coverage|metadata))"

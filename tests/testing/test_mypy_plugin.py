@@ -7,7 +7,7 @@ CONFIG = """
 [mypy]
 strict = true
 plugins = geartrain_testing.mypy_plugin
-[mypy-torch.*]
+[mypy-torch.*,numpy.*,IPython.*,matplotlib.*,rich.*,PIL.*,filelock.*]
 follow_imports = skip
 [mypy-geartrain.*]
 disable_error_code = misc, no-any-return, unused-ignore, empty-body, no-untyped-call

@@ -173,7 +173,8 @@ CASES = {
 def test_a_loader_that_resumes_itself_gives_each_batch_once(tmp_path, case, data):
     make, options = CASES[case]
     whole = go(tmp_path / "whole", data(make), **options, max_epochs=3).seen
-    files = sorted((tmp_path / "whole" / "steps").iterdir())[::3]
+    files = sorted((tmp_path / "whole" / "steps").iterdir())
+    files = files[:: max(3, len(files) // 5)]
     go(tmp_path / "two", data(make), **options)  # its last.ckpt is of an epoch's end
     for file in (*files, tmp_path / "two" / "last.ckpt"):
         fit = torch.load(file, weights_only=True)["fit"]

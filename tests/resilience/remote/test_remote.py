@@ -6,8 +6,6 @@ import resource
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +14,7 @@ import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from several_ranks import run
 from small_models import EvalNet, Net, assert_equal, loader, trainer, weights
 from waiting import press_ctrl_c
 
@@ -71,25 +70,21 @@ def test_a_fresh_machine_resumes_from_the_store(bucket):
     assert bucket.names() == local_files()
 
 
-def test_a_killed_run_resumes_from_the_store(bucket):
-    expected = whole_run()
-    program = """
-import os, signal, sys
-sys.path[:0] = sys.argv[2:]
-from geartrain import hookimpl
-from test_remote import fit
-
 class Kill:
     @hookimpl
     def on_step_end(self, run):
         if run.step == 14:
             os.kill(os.getpid(), signal.SIGKILL)
 
-fit(sys.argv[1], 4, plugins=[Kill()])
-"""
-    folders = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "shared")]
-    done = subprocess.run([sys.executable, "-c", program, bucket.url, *folders], timeout=120)
-    assert done.returncode == -signal.SIGKILL
+
+def fit_and_be_killed(url):
+    fit(url, 4, plugins=[Kill()])
+
+
+def test_a_killed_run_resumes_from_the_store(bucket):
+    expected = whole_run()
+    (done,) = run(Path.cwd(), fit_and_be_killed, bucket.url, ranks=1, place="alone")
+    assert done.end == str(-signal.SIGKILL), done.printed
     shutil.rmtree("run")
     net, done = fit(bucket.url, 4, ckpt_path="auto")
     assert_equal(weights(net), expected)
