@@ -21,6 +21,11 @@ import tempfile
 import tomllib
 from pathlib import Path
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 ROOT = Path(__file__).parents[2]
 CONSTRAINTS = ROOT / "constraints.txt"
 
@@ -51,14 +56,18 @@ def shared(folder):
             "\n".join([*wanted, CONSTRAINTS.read_text(encoding="utf-8")]).encode()
         ).hexdigest()[:12]
     )
-    if not place.exists():
-        half = folder / f".{place.name}-{os.getpid()}"
-        # Modules are compiled at their first import, because most of torch is never imported.
-        pip("--quiet", "--no-compile", "--constraint", CONSTRAINTS, "--target", half, *wanted)
-        try:
-            half.rename(place)  # complete or not at all
-        except OSError:  # another environment was faster
-            shutil.rmtree(half)
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        if fcntl is not None:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one environment installs, and the others wait
+        if not place.exists():
+            half = folder / f".{place.name}-{os.getpid()}"
+            # Modules are compiled at their first import, because most of torch is never imported.
+            pip("--quiet", "--no-compile", "--constraint", CONSTRAINTS, "--target", half, *wanted)
+            try:
+                half.rename(place)  # complete or not at all
+            except OSError:  # another environment was faster
+                shutil.rmtree(half)
     return place
 
 

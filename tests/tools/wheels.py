@@ -29,6 +29,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "shared"))
 
+from background import leave_cores_to_others  # noqa: E402
 from sites import build, variables  # noqa: E402
 from warm import AVAILABLE, Warm  # noqa: E402
 
@@ -372,7 +373,8 @@ def check(
         chosen = [word for name in selected for word in ("--plugin", name, *OPTIONS.get(name, ()))]
         said.append(fit(there, folder, ["--accelerator", "cpu", *chosen], "+".join(selected)))
     if not requirement.extras:  # those of an extra's distributions are tested without it
-        for name in of_kind["strategy"]:
+        starts = {point.value: point.name for point in points if point.name in of_kind["strategy"]}
+        for name in sorted(starts.values()):  # without other names of the same strategy
             options = [*([] if name == "single" else ["--devices", "2"]), *OPTIONS.get(name, ())]
             said.append(
                 fit(there, folder, ["--accelerator", "cpu", "--strategy", name, *options], name)
@@ -510,6 +512,7 @@ def fit(there: Environment, folder: Path, chosen: list[str], label: str, target:
 
 
 def main():
+    leave_cores_to_others()
     folder = Path(sys.argv[1])
     wheels, installed = folder / "wheels", folder / "installed"
     sources = [ROOT / "core", *(path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml"))]
