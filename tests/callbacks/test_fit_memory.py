@@ -243,6 +243,18 @@ def test_refusals(module, options, message):
         fit(module(), plugins=[FitMemory()], **options)
 
 
+def test_two_of_them_are_refused():
+    with pytest.raises(UsageError, match=r"fit_memory.* given twice.*Fix"):
+        fit(plugins=[FitMemory(), FitMemory()])
+
+
+def test_a_second_fit_begins_with_the_number_of_the_first():
+    module, again = Limited(2), Limited(2)
+    runner = train(module, None, FitMemory(), max_epochs=1)
+    runner.fit(again, loader())
+    assert max(again.sizes) == 2
+
+
 class Compresses:
     @gt.hookimpl
     def reduce_bucket(self, bucket):

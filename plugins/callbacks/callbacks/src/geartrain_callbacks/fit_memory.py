@@ -71,6 +71,8 @@ class FitMemory:
 
     @hookimpl(wrapper=True)
     def launch(self, run: Run) -> Generator[None, Any, Any]:
+        if sum(isinstance(part.plugin, FitMemory) for part in run.hooks.parts) > 1:
+            raise UsageError(f"{_NAME} is given twice, and would split parts again. Fix: once")
         several = run.command == "fit" and run.plan.processes != 1
         if several and not (_averages_late(run) or _reduces_alone(run)):
             message = f"{run.plan.strategy.label}: ranks wait for each other during forward or "
@@ -96,10 +98,14 @@ class FitMemory:
         self._average: Callable[..., Any] | None = None
         if run.world.size > 1 and _averages_late(run):
             self._average = _strategy(run).average_gradients
-        answers = (self._step, self._micro_step, self._forward, self._reduce_gradients)
-        self._do_step, self._enter, self._do_forward, self._reduce = (
-            run.hooks.replace_caller(answer.__name__[1:], answer) for answer in answers
-        )
+        answers: dict[str, Callable[..., Any]] = {
+            "step": self._step,
+            "micro_step": self._micro_step,
+            "forward": self._forward,
+            "reduce_gradients": self._reduce_gradients,
+        }
+        # In a dict: as attributes they would be taken for hookimpls of this plugin.
+        self._call = {name: run.hooks.replace_caller(name, a) for name, a in answers.items()}
 
     def _step(self, run: Run, micro_batches: Sequence[Any]) -> None:
         while not self._has_stepped(run, micro_batches):
@@ -114,7 +120,7 @@ class FitMemory:
         self._window, self._logs, restore = len(micro_batches), _Logs(run), _restoring(run)
         try:
             with self._logs:
-                self._do_step(run=run, micro_batches=micro_batches)
+                self._call["step"](run=run, micro_batches=micro_batches)
         except torch.OutOfMemoryError as error:
             if self._logs.are_passed_on:  # optimizers may have stepped
                 raise
@@ -146,7 +152,8 @@ class FitMemory:
 
     def _micro_step(self, run: Run, first: bool, last: bool) -> AbstractContextManager[Any]:
         last = last and self._average is None  # otherwise gradients stay on this rank
-        context: AbstractContextManager[Any] = self._enter(run=run, first=first, last=last)
+        enter = self._call["micro_step"]
+        context: AbstractContextManager[Any] = enter(run=run, first=first, last=last)
         return context
 
     def _reduce_gradients(self, run: Run) -> None:
@@ -154,11 +161,12 @@ class FitMemory:
         if self._average is not None:
             parameters = list(run.module.parameters())
             self._average(run, parameters, [p.grad is not None for p in parameters])
-        self._reduce(run=run)
+        self._call["reduce_gradients"](run=run)
 
     def _forward(self, run: Run, method: str, args: tuple[Any, ...]) -> Any:
+        forward = self._call["forward"]
         if method != "training_step":
-            return self._do_forward(run=run, method=method, args=args)
+            return forward(run=run, method=method, args=args)
         batch, *others = args
         parts, sizes = [batch], [1]
         if self.micro_batches > 1:
@@ -167,7 +175,7 @@ class FitMemory:
         outputs: list[Any] = []
         for index, part in enumerate(parts):
             with self._logs.of_part(batch, part, index, sizes[index]):
-                output = self._do_forward(run=run, method=method, args=(part, *others))
+                output = forward(run=run, method=method, args=(part, *others))
             loss: Any = output.get("loss") if isinstance(output, Mapping) else output
             if len(parts) == 1 or (output is not None and not isinstance(loss, torch.Tensor)):
                 return output  # core refuses what is no loss
