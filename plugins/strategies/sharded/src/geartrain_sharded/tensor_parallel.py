@@ -332,7 +332,9 @@ def _explained(run: Run) -> Iterator[None]:
         if "aten." not in str(error):
             raise
         cause = "torch cannot compute this with parts of layers"
-        raise error_of_parts(run, error, cause, "--strategy fsdp") from error
+        is_sparse = "sparse" in str(error)  # which fsdp refuses, too
+        action = "sparse=False in nn.Embedding" if is_sparse else "--strategy fsdp"
+        raise error_of_parts(run, error, cause, action) from error
 
 
 @contextmanager
