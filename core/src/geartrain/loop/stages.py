@@ -62,7 +62,8 @@ def _sharded(run: Run, stage: str, loader: Iterable[Any]) -> Iterable[Any]:
     shard: Iterable[Any] = run.hooks.shard_dataloader(run=run, loader=loader, stage=stage)
     if run.command == "fit":
         shard = with_indexed_batches(shard, run.plan.resumes)
-    return with_rows_at_once(shard)
+    shard = with_rows_at_once(shard)
+    return shard
 
 
 def end_all_workers(run: Run) -> None:
