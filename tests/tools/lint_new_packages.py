@@ -11,8 +11,6 @@ import tempfile
 import tomllib
 from pathlib import Path
 
-from background import leave_cores_to_others
-
 from geartrain_testing.new import command
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +37,6 @@ def mypy_settings(folder: Path):
 
 
 def main() -> None:
-    leave_cores_to_others()
     failed = []
     typed = [path for pattern in mypy_settings(ROOT)["files"] for path in ROOT.glob(pattern)]
     # Outside the repository, so that its settings are not found.

@@ -29,7 +29,6 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "shared"))
 
-from background import leave_cores_to_others  # noqa: E402
 from sites import build, variables  # noqa: E402
 from warm import AVAILABLE, Warm  # noqa: E402
 
@@ -512,7 +511,6 @@ def fit(there: Environment, folder: Path, chosen: list[str], label: str, target:
 
 
 def main():
-    leave_cores_to_others()
     folder = Path(sys.argv[1])
     wheels, installed = folder / "wheels", folder / "installed"
     sources = [ROOT / "core", *(path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml"))]
