@@ -6,7 +6,6 @@ import signal
 import sys
 from contextlib import suppress
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -31,41 +30,6 @@ with suppress(ImportError):  # the environment discovery
     settings.register_profile("default", deadline=None, max_examples=40)
     settings.register_profile("full", deadline=None, max_examples=250)
     settings.load_profile("default")
-
-
-#: The files that take longest, first. pytest-xdist gives its processes whole files, in this order
-#: with ``--no-loadscope-reorder``. At the end, a long one would keep one process busy and no other.
-LONGEST = [
-    "testing/test_conformance_ranks.py",
-    "testing/test_wrong_strategies.py",
-    "docs/test_blocks.py",
-    "drills/test_rank_asymmetry.py",
-    "testing/test_conformance_spawn.py",
-    "swarm/test_swarm.py",
-    "testing/test_conformance_elastic.py",
-    "combinations/test_processes.py",
-    "spawn/test_sessions.py",
-    "ddp/test_faults.py",
-    "seeds/test_blocks.py",
-    "sharded/test_training.py",
-    "sharded/test_tensor_parallel.py",
-    "sharded/test_apart.py",
-    "bagua/test_faults.py",
-    "drills/test_cells.py",
-    "spawn/test_failures.py",
-    "core/checkpoint/test_training_state.py",
-    "resilience/remote/test_remote.py",
-    "ddp/test_launchers.py",
-    "combinations/test_in_one_process.py",
-    "core/checkpoint/test_loaders.py",
-    "toolbox/verify/test_ranks.py",
-]
-
-
-def pytest_collection_modifyitems(items):
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
-        items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def pytest_collection_finish(session):
