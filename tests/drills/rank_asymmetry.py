@@ -84,9 +84,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "horovod": {"scale_lr": False},
     "tensor_parallel": {"colwise": "first", "rowwise": "last"},
 }
-#: Events that rank 0 handles in another way than the other ranks.
+#: Events whose handling differs between rank 0 and the other ranks.
 OF_RANK_0 = ("error", "broadcast", "save", "killed")
-#: What a strategy needs beside its distribution.
+#: Strategy -> the package that it needs beside its distribution.
 NEEDS = {"horovod": "horovod", "deepspeed": "deepspeed"}
 
 
@@ -300,7 +300,7 @@ def run_cell(cell: Cell, folder: Path) -> Result:
 
 
 def judge(cell: Cell, ends: list[str], errors: list[str], values: list[Any]) -> tuple[str, str]:
-    """Return the end in words, and what is wrong with it, or ""."""
+    """Return how the cell ended, and the fault in it; an empty string if there is none."""
     expected = cell.expected
     if set(ends) == {"0"}:
         if expected:

@@ -152,7 +152,7 @@ def test_the_others_take_over_the_ranks(quiet, tmp_path, capfd):
 
 
 @pytest.mark.matrix
-def test_too_few_are_left(tmp_path):
+def test_a_run_with_too_few_processes_ends(tmp_path):
     net = {"flags": str(tmp_path), "kills": [("training_step", 4, 0)]}
     options = {"replace": False, "min_processes": 2}
     with pytest.raises(gt.TrainingError, match=r"1 processes are left.* min_processes=2"):

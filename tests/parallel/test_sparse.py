@@ -76,7 +76,7 @@ def test_a_table_is_refused_that_the_modules_setup_makes(strategy, make):
 
 
 class Functional(Net):
-    """Has sparse gradients that no layer tells of."""
+    """Produce a sparse gradient outside ``nn.Embedding``."""
 
     def training_step(self, batch, batch_idx):
         rows = nn.functional.embedding(torch.arange(3), self.first.weight, sparse=True)

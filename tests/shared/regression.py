@@ -97,7 +97,7 @@ class Net(gt.Module):
 
 
 class Saves(Net):
-    """Rank 0 alone saves, as under ddp. Where ranks have parts, its file would have a part."""
+    """Save on rank 0 alone. Under a sharded strategy the file would contain one shard."""
 
     def __init__(self, get):
         super().__init__()

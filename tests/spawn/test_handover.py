@@ -1,4 +1,4 @@
-"""What a rank changes comes back to the caller; here the rank is in the caller's process."""
+"""Test that a rank's changes reach the caller; the rank runs in the caller's process."""
 
 import random
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque
@@ -22,7 +22,7 @@ from .models import Net, loader
 
 
 class InOneProcess:
-    """A strategy whose only rank has a run and a module of its own, in the caller's process."""
+    """Start one rank in the caller's process, with another run and module than the caller's."""
 
     @gt.hookimpl
     def plan_processes(self, request):

@@ -458,7 +458,7 @@ class Model(gt.Module):
 
 
 class BackwardModel(Model):
-    """Overrides ``backward``, and computes what the default computes, as the classes below do."""
+    """Override ``backward`` with the default's calculation, as the classes below do."""
 
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()

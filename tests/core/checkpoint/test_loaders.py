@@ -1,4 +1,4 @@
-"""A loader that resumes itself goes on where it was, and no batch is skipped twice."""
+"""Test resumes of loaders with a state: they continue, and no batch is skipped twice."""
 
 from types import SimpleNamespace
 

@@ -66,7 +66,7 @@ def test_a_fresh_machine_resumes_from_the_store(bucket):
     assert Path("run/metrics.jsonl").read_text().startswith(before)
     assert len(callback.best_k_models) == 2
     assert Path(callback.best_model_path).is_file()
-    # ModelCheckpoint deleted what it replaced, and so did the store.
+    # ModelCheckpoint deleted the replaced file, in the folder and in the bucket.
     assert bucket.names() == local_files()
 
 

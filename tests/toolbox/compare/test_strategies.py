@@ -1,4 +1,4 @@
-"""``geartrain compare TARGET --strategies``: what is read, computed and recommended."""
+"""Test ``geartrain compare TARGET --strategies``: its arguments, figures and recommendation."""
 
 import json
 import math
@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from small_models import Net, loader, trainer
@@ -49,8 +50,14 @@ def test_options_of_strategies():
         (["train.py"], "no strategies, and 'train.py' are not the folders of two runs.*Fix"),
         (["train.py", "--strategies", "single,dp", "--steps", "1"], "too few. Fix: 2 or more"),
         (["train.py", "--strategies", "single,dp", "--rounds", "0"], "too few. Fix: 1 or more"),
-        (["train.py", "--strategies", "single,dp", "--output", "x"], "--output is set by compare"),
-        (["train.py", "--strategies", "single,dp", "--max_steps=3"], "is set by compare.*Fix"),
+        (
+            ["train.py", "--strategies", "single,dp", "--output", "x"],
+            "sets --output itself",
+        ),
+        (
+            ["train.py", "--strategies", "single,dp", "--max_steps=3"],
+            "sets --max_steps=3 itself",
+        ),
     ],
 )
 def test_wrong_arguments_are_one_error(arguments, message):
@@ -65,17 +72,21 @@ def test_a_folder_with_files_is_not_overwritten(tmp_path):
 
 
 @pytest.fixture
-def measured(tmp_path, monkeypatch):
-    """Return the row of a run in this process."""
+def measure(tmp_path, monkeypatch):
+    """Return a function that trains in this process and returns the run's row."""
     monkeypatch.setenv(measures.STARTED, "0")
-    one = trainer(output=tmp_path, plugins=[Measures()], max_epochs=2)
-    one.fit(Net(), loader(batch_size=4))
-    row = Row(read_choices("single,dp")[0])
-    row.add(tmp_path / measures.FOLDER)
-    return row
+
+    def train(**options):
+        trainer(output=tmp_path, plugins=[Measures()], **options).fit(Net(), loader(batch_size=4))
+        row = Row(read_choices("single,dp")[0])
+        row.add(tmp_path / measures.FOLDER)
+        return row
+
+    return train
 
 
-def test_a_run_is_measured(measured):
+def test_a_run_is_measured(measure):
+    measured = measure(max_epochs=2)
     facts = json.loads(json.dumps(facts_of([measured])))[0]
     assert len(measured.losses) == len(measured.times) > 3
     assert facts["samples_per_second"] > 0
@@ -84,13 +95,8 @@ def test_a_run_is_measured(measured):
     assert not math.isnan(facts["loss_after_equal_time"])
 
 
-def test_a_run_of_one_step_is_a_failure(tmp_path, monkeypatch):
-    monkeypatch.setenv(measures.STARTED, "0")
-    one = trainer(output=tmp_path, plugins=[Measures()], max_steps=1)
-    one.fit(Net(), loader(batch_size=4))
-    row = Row(read_choices("single,dp")[0])
-    row.add(tmp_path / measures.FOLDER)
-    assert "one step" in facts_of([row])[0]["error"]
+def test_a_run_of_one_step_is_a_failure(measure):
+    assert "one step" in facts_of([measure(max_steps=1)])[0]["error"]
 
 
 def fact(name, speed, loss, memory=100, spread=0.01):
@@ -117,11 +123,11 @@ def fact(name, speed, loss, memory=100, spread=0.01):
         ([{"strategy": "dp", "error": "no"}], "no strategy trained"),
     ],
 )
-def test_the_recommendation_has_its_evidence(facts, words):
+def test_a_recommendation_states_its_evidence(facts, words):
     assert re.search(words, recommendation(facts))
 
 
-def test_strategies_take_turns_and_one_that_failed_has_no_more(tmp_path, monkeypatch):
+def test_strategies_run_in_turns_and_a_failed_strategy_does_not_run_again(tmp_path, monkeypatch):
     runs = []
 
     def run(choice, fit, output):
@@ -156,7 +162,7 @@ class Net(gt.Module):
 @pytest.mark.end_to_end
 def test_the_command_compares_and_shows_failures_as_rows(tmp_path):
     (tmp_path / "train.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "geartrain", "compare", "train.py", "--devices", "2"]
+    command = [Path(sys.executable).with_name("geartrain"), "compare", "train.py", "--devices", "2"]
     command += ["--accelerator", "cpu", "--strategies", "single,dp,dp:option=1"]
     command += ["--steps", "6", "--rounds", "1", "--json", "--keep", "runs"]
     done = subprocess.run(

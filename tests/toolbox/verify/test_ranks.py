@@ -233,7 +233,7 @@ def test_runs_that_differ_on_the_same_number_of_processes(tmp_path, verified):
         ("--strategy.virtual_ranks many", "invalid int value: 'many'"),
         ("--strategy ddp", "invalid choice: 'ddp'"),
         ("--accelerator cuda", "invalid choice: 'cuda'"),
-        ("--output here", "--output is verify's own"),
+        ("--output here", "sets --output itself"),
         (
             "--devices 1,2",
             "strategy 'elastic' is not installed. Fix: pip install geartrain-elastic",

@@ -85,8 +85,8 @@ def test_a_run_that_ends_earlier_differs(tmp_path):
     [
         ("verify", "Fix: geartrain verify resume|ranks TARGET"),
         ("verify resum net.py", "Did you mean 'resume'"),
-        ("verify resume net.py --output here", "--output is verify's own"),
-        ("verify resume net.py --resume", "--resume is verify's own"),
+        ("verify resume net.py --output here", "sets --output itself"),
+        ("verify resume net.py --resume", "sets --resume itself"),
         ("verify resume net.py --kills 0", "--kills 0: not a number of runs"),
         ("verify resume net.py --steps -1", "--steps -1: not a number of steps"),
         ("verify resume net.py --kills many", "invalid int value: 'many'"),

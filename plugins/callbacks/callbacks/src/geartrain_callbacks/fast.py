@@ -33,7 +33,8 @@ class Fast:
     Other parameters and other optimizers step as without this plugin: on another device than the
     CPU, sparse and complex ones, those that share memory, those of an optimizer with hooks, and
     optimizers with ``fused``, ``foreach``, ``amsgrad``, ``maximize`` or a tensor as an option.
-    All do in manual optimisation. A warning names an optimizer of which no step was computed so.
+    All do in manual optimisation, and with ``GEARTRAIN_PLAIN=1``. A warning names an optimizer of
+    which no step was computed so.
     Checkpoints have the same contents. At the end of the run each state has its own memory again.
 
     Raises:
@@ -323,10 +324,10 @@ class _Rule:
     """How an optimizer of torch steps a piece.
 
     Args:
-        step: steps it.
-        options: all that the optimizer has.
-        numbers: those that are numbers.
-        off: those that must be off.
+        step: the function that steps it.
+        numbers: options that must be numbers.
+        off: options that must be off.
+        others: options with any value.
         states: returns the names of states with a parameter's shape.
     """
 

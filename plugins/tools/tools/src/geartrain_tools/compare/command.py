@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -15,6 +14,7 @@ from geartrain.plugin_api import user_path
 from geartrain_cli.help import CommandParser
 from geartrain_cli.tables import show_text
 from geartrain_cli.target import Target
+from geartrain_tools import trials
 from geartrain_tools.checkpoints.text import print_json, print_tables, printable
 from geartrain_tools.compare import measures, runs, strategies
 
@@ -24,7 +24,7 @@ _EXAMPLES = (
     "geartrain compare runs/1 runs/2",
 )
 #: Options of fit that the command sets itself.
-_SET = ("--strategy", "--output", "--resume", "--no-output", "--no_output", "--max-steps")
+_SET = ("--strategy", "--output", "--resume", "--no-output", "--max-steps")
 
 
 def command(
@@ -59,10 +59,8 @@ def command(
         "--keep", metavar="DIR", help="keep the runs in this folder, for geartrain report"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    try:
-        options, arguments = parser.parse_known_args(argv if target else argv or ["--help"])
-    except argparse.ArgumentError as error:
-        raise UsageError(f"{error}. Fix: {parser.prog} --help") from error
+    hint = "--strategies, --steps or --keep"
+    options, arguments = trials.parse(parser, argv, target is not None, _SET, hint)
     folders = [Path(each).expanduser() for each in arguments]
     if options.strategies is None:
         if len(folders) != 2 or not all(map(runs.is_run, folders)):
@@ -83,17 +81,11 @@ def _compare_strategies(options: argparse.Namespace, arguments: list[str]) -> No
         if getattr(options, option) < least:
             given = f"--{option} {getattr(options, option)}"
             raise UsageError(f"{given}: too few. Fix: {least} or more")
-    for argument in arguments:
-        if argument.partition("=")[0].replace("_", "-") in _SET:
-            message = f"{argument} is set by compare"
-            raise UsageError(f"{message}. Fix: --strategies, --steps or --keep")
     choices = strategies.read_choices(options.strategies)
     keep = user_path(options.keep, "--keep") if options.keep else None
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise UsageError(f"--keep {keep} is not empty. Fix: use a new folder")
-    # The program, without the command and its arguments.
-    program = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
-    fit = [*program, "fit", *arguments, "--max-steps", str(options.steps)]
+    fit = trials.fit_command(*arguments, "--max-steps", str(options.steps))
     fit += ["--enable-progress-bar", "false", "--plugin", f"{measures.__file__}:Measures"]
     temporary = tempfile.TemporaryDirectory(prefix="geartrain-compare-")
     with temporary if keep is None else nullcontext(keep) as folder:

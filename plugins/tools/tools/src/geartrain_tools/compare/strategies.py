@@ -6,11 +6,9 @@ import json
 import math
 import re
 import statistics
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from os import environ
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from geartrain.plugin_api import Registry
 from geartrain_cli.tables import Group
 from geartrain_tools.checkpoints.text import printable, size, table
 from geartrain_tools.compare.measures import FOLDER, STARTED
+from geartrain_tools.trials import run_apart
 
 #: Losses are means over this share of the steps.
 _SHARE = 0.2
@@ -111,15 +110,7 @@ def run(choice: Choice, fit: Sequence[str], output: Path) -> str:
     arguments = [*fit, *choice.arguments(), "--output", str(output)]
     if choice.name == "single":
         arguments += ["--devices", "1"]
-    done = subprocess.run(
-        arguments,
-        env={**environ, STARTED: repr(time.time())},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
+    done = run_apart(arguments, STARTED, repr(time.time()))
     if done.returncode == 0:
         return ""
     lines = [line for line in done.stdout.splitlines() if line.strip()]

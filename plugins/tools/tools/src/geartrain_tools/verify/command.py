@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,12 +12,13 @@ from geartrain.plugin_api import nearest
 from geartrain_cli.help import CommandParser
 from geartrain_cli.tables import Group, show, show_text
 from geartrain_cli.target import Target
+from geartrain_tools import trials
 from geartrain_tools.checkpoints.text import print_json
 from geartrain_tools.verify import every_step, ranks, resume
 
 _CHECKS = {"resume": resume.CHECK, "ranks": ranks.CHECK}
 #: Options of fit that a check sets itself.
-_SET = ("--output", "--resume", "--no-output", "--no_output")
+_SET = ("--output", "--resume", "--no-output")
 
 
 def command(
@@ -61,20 +60,12 @@ def command(
         "--steps", type=int, default=20, help="steps of each run; default 20; 0: as many as fit has"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    try:
-        options, arguments = parser.parse_known_args(argv[1:] if target else argv[1:] or ["--help"])
-    except argparse.ArgumentError as error:
-        raise UsageError(f"{error}. Fix: {parser.prog} --help") from error
+    hint = "leave it out; the runs are in temporary folders"
+    options, arguments = trials.parse(parser, argv[1:], target is not None, _SET, hint)
     if options.steps < 0:
         raise UsageError(f"--steps {options.steps}: not a number of steps. Fix: 0 or more")
-    for option in arguments:
-        if option.partition("=")[0] in _SET:
-            message = f"{option} is verify's own: its runs are in temporary folders"
-            raise UsageError(f"{message}. Fix: leave it out")
     arguments += check.arguments(options)
-    # The program, without the command and its arguments.
-    program = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
-    fit = [*program, "fit", *arguments, "--log-every-n-steps", "1"]
+    fit = trials.fit_command(*arguments, "--log-every-n-steps", "1")
     fit += ["--plugin", every_step.__file__ + ":EveryStep"]
     fit += ["--max-steps", str(options.steps)] if options.steps else []
     with tempfile.TemporaryDirectory(prefix="geartrain-verify-") as folder:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +15,7 @@ from geartrain import TrainingError, UsageError
 from geartrain_cli.help import CommandParser
 from geartrain_tools.checkpoints.compare import compared
 from geartrain_tools.checkpoints.text import printable
+from geartrain_tools.trials import run_apart
 from geartrain_tools.verify.every_step import KILL_AFTER
 
 #: Lines of a failed run that an error shows.
@@ -77,15 +76,7 @@ def train(fit: Sequence[str], output: Path, kill_after: int = 0) -> str:
         TrainingError: it failed, or the kill did not end it.
         UsageError: its command line is wrong.
     """
-    done = subprocess.run(
-        [*fit, "--output", str(output)],
-        env={**os.environ, KILL_AFTER: str(kill_after)},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
+    done = run_apart([*fit, "--output", str(output)], KILL_AFTER, str(kill_after))
     if (done.returncode != 0) is not bool(kill_after):
         lines = "\n".join(printable(line) for line in done.stdout.splitlines()[-_LINES:])
         ended = f"ended with exit code {done.returncode}"
