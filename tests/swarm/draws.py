@@ -71,6 +71,8 @@ def draw(seed: int, number: int, border: str = "", processes: bool = True) -> Dr
         made = replace(made, datamodule=False)
     if "SparseAdam" in made.optimizer:  # torch clips no sparse gradient
         made = replace(made, clip=False)
+    if len(set(made.plugins)) < len(made.plugins):  # equal ones are told apart by their order
+        made = replace(made, reordered=False)
     if sum("accumulation_scheduler" in name for name in made.plugins) > 1:  # the last one counts
         made = replace(made, reordered=False)
     if any("accumulation_scheduler" in name for name in made.plugins):
