@@ -209,10 +209,12 @@ class _Piece:
         self._sizes = [parameter.numel() for parameter in parameters]
         self._entries = [state[parameter] for parameter in parameters] if names else []
         self.is_joined = len(parameters) > 1 and bool(names)
+        if self._entries and "step" in self._entries[0]:
+            names = (*names, "step")
         self.states = {name: self._states(name) for name in names}
-        self.steps = [entries["step"] for entries in self._entries if "step" in entries]
-        #: What the optimizer must still have.
-        self._kept = [(entries, *item) for entries in self._entries for item in entries.items()]
+        #: The states that the optimizer must still have, by parameter.
+        self._kept = [list(entries.values()) for entries in self._entries]
+        self._ids = [list(map(id, values)) for values in self._kept]
         self._gradients, self._results = self._new(), self._new()
 
     @property
@@ -224,7 +226,8 @@ class _Piece:
         values = [entries[name] for entries in self._entries]
         if not self.is_joined:
             return _Long(values[0], values)
-        long = self._split(torch.cat([value.reshape(-1) for value in values]))
+        whole = torch.cat([value.reshape(-1) for value in values])
+        long = _Long(whole, list(whole.unbind())) if name == "step" else self._split(whole)
         for entries, part in zip(self._entries, long.parts, strict=True):
             entries[name] = part
         return long
@@ -247,10 +250,11 @@ class _Piece:
                 or parameter.dtype is not self._dtype
             ):
                 return False
-        for parameter, entries in zip(self.parameters, self._entries, strict=False):
-            if self._state.get(parameter) is not entries:
+        # Comparing tensors' ids is the cheapest: ``==`` would compare their elements.
+        for parameter, entries, ids in zip(self.parameters, self._entries, self._ids, strict=False):
+            if self._state.get(parameter) is not entries or [*map(id, entries.values())] != ids:
                 return False
-        return all(entries.get(name) is value for entries, name, value in self._kept)
+        return True
 
     def gradients(self) -> list[torch.Tensor]:
         """Return the parameters' own gradients."""
@@ -305,8 +309,9 @@ def _step_sgd(piece: _Piece, options: dict[str, Any]) -> None:
 def _step_adam(piece: _Piece, options: dict[str, Any]) -> None:
     """Step as ``torch.optim.adam._single_tensor_adam``."""
     lr, (beta1, beta2), decay = options["lr"], options["betas"], options["weight_decay"]
-    torch._foreach_add_(piece.steps, 1)
-    step = piece.steps[0].item()
+    steps = piece.states["step"]
+    steps.whole.add_(1)
+    step = steps.parts[0].item()
     if decay and options["decoupled_weight_decay"]:
         torch._foreach_mul_(piece.parameters, 1 - lr * decay)
         decay = 0
