@@ -372,3 +372,94 @@ def test_a_strategy_that_steps_optimizers_itself_is_refused_before_it_starts(mon
 def test_a_layout_that_keeps_changing_is_given_up(monkeypatch):
     monkeypatch.setattr(fast, "_MOST_LAYOUTS", 1)
     assert_same(Replaces, joined=False)
+
+
+# --- level="rounding" -----------------------------------------------------------------------------
+
+
+def rounding(monkeypatch, seconds):
+    """Let each trial take these seconds, and return the list of the trials' optimizers."""
+    trials = []
+
+    def timed(optimizer, stepper):
+        trials.append(optimizer)
+        return seconds
+
+    monkeypatch.setattr(fast, "time_fused", timed)
+    return trials
+
+
+def test_the_faster_step_is_taken_also_by_a_run_that_resumes(monkeypatch, tmp_path, capfd):
+    trials = rounding(monkeypatch, (2e-4, 1e-4))
+    whole, keeps = run(Deep, fast.Fast("rounding"))
+    assert len(trials) == 1
+    assert keeps.state["param_groups"][0]["fused"] is True
+    assert "a step of Adam takes 200 µs and 100 µs if fused" in capfd.readouterr().err
+    by_hand, _ = run(partial(Deep, partial(OPTIMIZERS["Adam"], fused=True)))
+    assert_equal(by_hand, whole)
+    fit(Deep(), plugins=[fast.Fast("rounding")], max_epochs=1, seed=1, output=tmp_path)
+    rest = Deep()
+    resumed = trainer(plugins=[fast.Fast("rounding")], max_epochs=3, seed=1, output=tmp_path)
+    resumed.fit(rest, loader(), ckpt_path="last")
+    assert len(trials) == 2
+    assert_equal(rest, whole)
+
+
+def test_a_fused_step_that_is_slower_is_not_taken(monkeypatch):
+    rounding(monkeypatch, (1e-4, 2e-4))
+    found, _ = run(Deep, fast.Fast("rounding"))
+    assert_equal(found, run(Deep)[0])
+
+
+@pytest.mark.parametrize("seconds", [(2e-4, 1e-4), None])
+def test_rank_0_decides_for_all(monkeypatch, seconds):
+    trials, groups = rounding(monkeypatch, seconds), []
+
+    class Notes:
+        @gt.hookimpl
+        def on_train_end(self, run):
+            groups.append(run.optimizers[0].param_groups[0]["fused"])
+
+    options = {"max_epochs": 1, "enable_progress_bar": False}
+    runner = on_threads(2, plugins=[fast.Fast("rounding"), Notes()], **options)[0]
+    runner.fit(Deep(), loader(batch_size=2))
+    assert groups == [True if seconds else None] * 2
+    assert len(trials) == 1
+
+
+def with_gradients(make, sparse=False):
+    table = nn.Embedding(5, 3, sparse=sparse)
+    optimizer = make(table.parameters())
+    table(torch.tensor([1, 2])).sum().backward()
+    return table, optimizer
+
+
+@pytest.mark.parametrize("make", [Adam, AdamW, SGD, torch.optim.Adagrad])
+def test_a_trial_times_copies(make):
+    table, optimizer = with_gradients(partial(make, lr=0.1))
+    weights = table.weight.clone()
+    plain, fused = fast.time_fused(optimizer, lambda copy: copy.step)
+    assert plain > 0
+    assert fused > 0
+    assert torch.equal(weights, table.weight)
+    assert optimizer.param_groups[0]["fused"] is None
+    assert all("exp_avg" not in state for state in optimizer.state.values())
+
+
+@pytest.mark.parametrize(
+    ("make", "sparse"),
+    [
+        (partial(Adam, foreach=True), False),
+        (partial(Adam, fused=False), False),
+        (torch.optim.RMSprop, False),
+        (partial(SGD, lr=0.1), True),
+        (torch.optim.SparseAdam, True),
+    ],
+)
+def test_no_trial_where_torch_has_no_fused_step_or_the_user_has_chosen(make, sparse):
+    assert fast.time_fused(with_gradients(make, sparse)[1], lambda copy: copy.step) is None
+
+
+def test_an_unknown_level_is_refused():
+    with pytest.raises(UsageError, match=r"level='exakt' is unknown. Fix: 'exact' or 'rounding'"):
+        fast.Fast("exakt")

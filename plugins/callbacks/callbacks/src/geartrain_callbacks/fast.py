@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import is_
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 
 from geartrain import Run, TrainingError, UsageError, hookimpl
 from geartrain.plugin_api import plain_step, step_optimizer, warn
+from geartrain_callbacks.fused import time_fused
 
 _NAME = "geartrain-callbacks[fast]"
 #: The most elements of a long tensor: larger ones leave the cache of a CPU.
@@ -37,16 +39,27 @@ class Fast:
     which no step was computed so.
     Checkpoints have the same contents. At the end of the run each state has its own memory again.
 
+    Args:
+        level: ``"exact"``: equal bits. ``"rounding"``: also torch's fused steps, on any device,
+            where they are faster. Rank 0 times both on copies before the first step, for at most
+            2 s, and decides for all ranks. The optimizer gets the option ``fused``, so a run that
+            resumes takes the same. A fused step rounds otherwise: its result differs by a few units
+            in the last place, and training amplifies the difference.
+
     Raises:
         TrainingError: ranks have parts of the parameters, as under fsdp.
-        UsageError: a strategy or another plugin steps optimizers itself, as deepspeed and 16-mixed.
+        UsageError: ``level`` is something else; or a strategy or another plugin steps optimizers
+            itself, as deepspeed and 16-mixed.
     """
 
     replaces = frozenset({"optimizer_step"})
     #: In an error if another plugin owns the hook.
     must_own = frozenset({"optimizer_step"})
 
-    def __init__(self) -> None:
+    def __init__(self, level: Literal["exact", "rounding"] = "exact") -> None:
+        if level not in ("exact", "rounding"):
+            raise UsageError(f"{_NAME}: level={level!r} is unknown. Fix: 'exact' or 'rounding'")
+        self.level = level
         self._flat: dict[int, _FlatSteps] = {}
 
     @hookimpl(wrapper=True)
@@ -76,12 +89,30 @@ class Fast:
         elif (flat := self._flat.get(id(optimizer))) is None:
             step_optimizer(optimizer)
         else:
+            if self.level == "rounding" and not flat.steps and not optimizer.state:
+                self._choose(run, optimizer)
             flat.step()
+
+    def _choose(self, run: Run, optimizer: Optimizer) -> None:
+        """Set ``fused`` if that is faster."""
+        is_faster = False
+        if run.world.rank == 0 and (
+            seconds := time_fused(optimizer, lambda copy: _FlatSteps(copy).step)
+        ):
+            is_faster = seconds[1] < seconds[0]
+            times = " and ".join(f"{duration * 1e6:.0f} µs" for duration in seconds)
+            step = f"a step of {type(optimizer).__name__} takes {times} if fused"
+            print(f"{_NAME}: {step}", file=sys.stderr, flush=True)
+        if run.hooks.broadcast(run=run, obj=is_faster, src=0):
+            optimizer.defaults["fused"] = True  # of groups that are added
+            for group in optimizer.param_groups:
+                group["fused"] = True
 
     @hookimpl
     def on_run_end(self, run: Run) -> None:
         for flat in self._flat.values() if run.world.rank == 0 else ():
-            if flat.steps > 1 and not flat.is_used:
+            chosen = self.level == "rounding" and flat.is_fused
+            if flat.steps > 1 and not (flat.is_used or chosen):
                 message = f"{_NAME}: {flat.name} has stepped as without it"
                 hint = "leave fast out, or see docs/callbacks.md for the optimizers that it steps"
                 warn(f"{message}. Fix: {hint}")
@@ -110,6 +141,10 @@ class _FlatSteps:
         # A version of torch with more options may compute otherwise.
         self._rule = rule if rule and optimizer.defaults.keys() <= rule.options else None
         self._layouts = 0 if self._rule else _MOST_LAYOUTS
+
+    @property
+    def is_fused(self) -> bool:
+        return any(group.get("fused") for group in self._optimizer.param_groups)
 
     @property
     def pieces(self) -> list[_Piece]:
