@@ -1,5 +1,7 @@
 """A TensorDataset whose batches are read at once: as torch reads them, and only if nobody sees."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -68,6 +70,28 @@ def test_batches_are_those_of_torch(options):
     expected, found = batches(loader), batches(with_rows_at_once(loader))
     assert reads_at_once(loader)
     assert same(found, expected)
+
+
+def dtypes():
+    """Return the types of which torch makes tensors by a conversion."""
+    found = []
+    for dtype in {each for each in vars(torch).values() if isinstance(each, torch.dtype)}:
+        with contextlib.suppress(RuntimeError, NotImplementedError):
+            torch.ones(1).to(dtype)
+            found.append(dtype)
+    return sorted(found, key=str)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+def test_tensors_of_every_type(dtype):
+    tensor = torch.arange(10.0).to(dtype)
+    loader = data.DataLoader(data.TensorDataset(tensor), 4)
+    found = batches(with_rows_at_once(loader))
+    assert len(found) == 6
+    for (a,), (b,) in zip(found, batches(loader), strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 @pytest.mark.parametrize("dataset", DATASETS.values(), ids=DATASETS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
@@ -13,6 +14,8 @@ from torch.utils.data._utils import collate
 from geartrain.data.stage import with_samplers
 from geartrain.options import takes_shortcuts
 
+_NOT_SELECTED = (torch.uint16, torch.uint32, torch.uint64)  # index_select has no code for them
+
 
 class _Reads:
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
@@ -21,8 +24,9 @@ class _Reads:
         kinds = {*map(type, rows)} or {bool}
         if tensors is None or bool in kinds or not all(issubclass(k, Integral) for k in kinds):
             return [self[index] for index in indices]  # type: ignore[index]
-        numbers = torch.tensor(rows, dtype=torch.int64)
-        return [tensor[numbers.to(tensor.device)] for tensor in tensors]
+        # Both take a third of the time of torch.tensor(rows) and of an index.
+        numbers, selects = torch.frombuffer(array("q", rows), dtype=torch.int64), min(rows) >= 0
+        return [x.index_select(0, numbers) if selects and x.is_cpu else x[numbers] for x in tensors]
 
 
 class TensorDataset(_Reads, data.TensorDataset): ...
@@ -36,7 +40,7 @@ def _collate(batch: list[Any]) -> Any:
 
 
 def with_rows_at_once(loader: Any) -> Any:
-    """Return a copy of a loader that reads a batch's rows at once, in 0.13 to 0.4 of the time.
+    """Return a copy of a loader that reads a batch's rows at once, in 0.1 to 0.4 of the time.
 
     The batches are equal, also in their strides. A loader of another dataset than a TensorDataset
     or its Subset, and one with a collation of its own, is returned as it is.
@@ -44,17 +48,15 @@ def with_rows_at_once(loader: Any) -> Any:
     iterates = getattr(type(loader), "__iter__", None)
     if iterates is not data.DataLoader.__iter__ or loader.batch_sampler is None:
         return loader
-    if loader.collate_fn is not data.default_collate or not takes_shortcuts():
-        return loader
     collations = collate.default_collate_fn_map.values()
     by_torch = all(function.__module__ == collate.__name__ for function in collations)
-    if not by_torch or _rows_of(loader.dataset)[0] is None:
+    plain = by_torch and loader.collate_fn is data.default_collate and takes_shortcuts()
+    if not plain or _rows_of(loader.dataset)[0] is None:
         return loader
-    is_part = isinstance(loader.dataset, data.Subset)
-    dataset: Any = object.__new__(Subset if is_part else TensorDataset)
-    dataset.__dict__ = loader.dataset.__dict__
+    rows: Any = object.__new__(Subset if isinstance(loader.dataset, data.Subset) else TensorDataset)
+    rows.__dict__ = loader.dataset.__dict__
     same = with_samplers(loader, loader.sampler, loader.batch_sampler)
-    same.__dict__ |= {"dataset": dataset, "collate_fn": _collate}
+    same.__dict__ |= {"dataset": rows, "collate_fn": _collate}
     return same
 
 
@@ -73,4 +75,5 @@ def _rows_of(dataset: Any, indices: Sequence[Any] = ()) -> tuple[Any, list[Any]]
 def _is_plain(tensor: Any) -> bool:
     dense = type(tensor) is torch.Tensor and tensor.layout is torch.strided
     # Collation keeps some of the strides of a tensor that is not contiguous.
-    return dense and tensor.is_contiguous() and not (tensor.requires_grad or tensor.is_quantized)
+    whole = dense and tensor.is_contiguous() and tensor.dtype not in _NOT_SELECTED
+    return whole and not (tensor.requires_grad or tensor.is_quantized)
