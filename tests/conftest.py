@@ -47,9 +47,10 @@ def pytest_runtest_setup(item):
 
     ``importorskip`` in its file would import the library in each process that collects tests.
     """
-    for library in ("deepspeed", "horovod"):
-        if item.get_closest_marker(library) and find_spec(library) is None:
-            pytest.skip(f"{library} is not installed")
+    for library in ("deepspeed", "horovod", "tpu"):
+        package = "torch_tpu" if library == "tpu" else library
+        if item.get_closest_marker(library) and find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
 
 
 @pytest.fixture(autouse=True)

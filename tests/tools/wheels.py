@@ -103,6 +103,9 @@ ADDED = {
 UNUSABLE = {
     "cuda": "geartrain-cuda[cuda] cannot be used here",
     "mps": "geartrain-mps[mps] cannot be used here",
+    "npu": "geartrain-devices[npu] cannot be used here",
+    "tpu": "geartrain-tpu[tpu] cannot be used here",
+    "xpu": "geartrain-devices[xpu] cannot be used here",
     "horovod": "not installed",
 }
 #: The command line that tests each command; the fits test ``fit``.

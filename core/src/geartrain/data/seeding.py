@@ -47,11 +47,8 @@ def random_state(device: torch.device, every: bool = False) -> dict[str, Any]:
     if "numpy" in sys.modules:
         name, keys, *details = sys.modules["numpy"].random.get_state()
         state["numpy"] = [name, keys.tolist(), *details]
-    if device.type == "cuda":
-        one_or_all = torch.cuda.get_rng_state_all() if every else [torch.cuda.get_rng_state(device)]
-        state["cuda"] = one_or_all
-    elif device.type == "mps":
-        state["mps"] = torch.mps.get_rng_state()
+    if device.type != "cpu":
+        state[device.type] = [get() for get, _ in _of_device(device, every)]
     return state
 
 
@@ -64,14 +61,20 @@ def set_random_state(device: torch.device, state: dict[str, Any]) -> None:
         name, keys, *details = state["numpy"]
         numpy = sys.modules["numpy"]
         numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *details))
-    if device.type == "cuda" and "cuda" in state:
-        devices = [device]
-        if len(state["cuda"]) > 1:
-            devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-        for target, numbers in zip(devices, state["cuda"], strict=False):
-            torch.cuda.set_rng_state(numbers, target)
-    elif device.type == "mps" and "mps" in state:
-        torch.mps.set_rng_state(state["mps"])
+    kept = state.get(device.type, ())
+    for (_, restore), numbers in zip(_of_device(device, len(kept) > 1), kept, strict=False):
+        restore(numbers)
+
+
+def _of_device(device: torch.device, every: bool) -> list[tuple[Any, Any]]:
+    """Return what gets and what sets the state of a device's generator, or of every device's."""
+    if device.type == "cpu":
+        return []
+    module: Any = torch.get_device_module(device)
+    generators = getattr(module, "default_generators", ())  # none on mps
+    chosen = generators if every else generators[device.index or 0 :][:1]
+    functions = [(generator.get_state, generator.set_state) for generator in chosen]
+    return functions or [(module.get_rng_state, module.set_rng_state)]
 
 
 @contextmanager

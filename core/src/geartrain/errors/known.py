@@ -18,6 +18,7 @@ geartrain-cli command explain fit plugins predict test validate
 geartrain-cuda accelerator cuda
 geartrain-ddp strategy ddp
 geartrain-deepspeed strategy deepspeed
+geartrain-devices accelerator npu xpu
 geartrain-dp strategy ddp2 dp
 geartrain-elastic strategy elastic
 geartrain-elastic command scale
@@ -35,6 +36,7 @@ geartrain-spawn strategy ddp_spawn spawn
 geartrain-tensorboard plugin tensorboard
 geartrain-testing command conformance new
 geartrain-tools command ckpt compare doctor report tune verify
+geartrain-tpu accelerator tpu
 geartrain-wandb plugin wandb
 end of distributions
 """

@@ -15,6 +15,8 @@ from geartrain.plugin_api import libraries, nearest, overridden
 
 _WHO = "geartrain-callbacks[compile]"
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+#: Options with which torch takes inductor, except on a device that has a compiler of its own.
+_INDUCTOR = (None, "inductor")
 
 
 class Compile:
@@ -36,7 +38,7 @@ class Compile:
             default: dynamic after the first change of a shape.
         fullgraph: raise an error at a graph break.
         backend: a name of ``torch.compiler.list_backends``, or ``"eager"`` or ``"aot_eager"`` to
-            debug.
+            debug. Default: torch's choice, which is ``"inductor"`` except on a tpu.
 
     Raises:
         UsageError: an unknown mode or backend, or a mode of a backend that has none.
@@ -50,18 +52,20 @@ class Compile:
         mode: str | None = None,
         dynamic: bool | None = None,
         fullgraph: bool = False,
-        backend: str = "inductor",
+        backend: str | None = None,
     ) -> None:
         self.regions = [regions] if isinstance(regions, str) else regions
         _check_name("mode", mode, _MODES)
         _check_name("backend", backend, torch._dynamo.list_backends(exclude_tags=()))
-        if mode is not None and backend != "inductor":
+        if mode is not None and backend not in _INDUCTOR:
             message = f"{_WHO}: mode={mode!r} is of the backend inductor, not of {backend}"
             raise UsageError(f"{message}. Fix: leave one of them out")
         if self.regions == []:
             raise UsageError(f"{_WHO}: regions is empty. Fix: name a class, or leave regions out")
         self.backend = backend
         self._options: dict[str, Any] = {"mode": mode, "dynamic": dynamic, "fullgraph": fullgraph}
+        if backend is not None:
+            self._options["backend"] = backend
         #: The compiled modules of the run, by name; the module itself is ``""``.
         self.compiled: dict[str, nn.Module] = {}
 
@@ -73,7 +77,7 @@ class Compile:
                 "calls would use the weights of the first. Fix: --strategy ddp"
             )
         given = hasattr(module, "_compile_with")  # perhaps with another backend
-        if self.backend == "inductor" and plan.accelerator.name == "cpu" and not given:
+        if self.backend in _INDUCTOR and plan.accelerator.name == "cpu" and not given:
             _check_cpp_compiler()
         # A module that makes its networks in setup() is checked after it.
         if isinstance(module, nn.Module) and not overridden(module, "setup"):
@@ -86,7 +90,7 @@ class Compile:
         # Before the strategy wraps: DDP overlaps the reduction with compiled graphs only if it is
         # outside of them (torch/_dynamo/backends/distributed.py).
         compiled_calls: dict[Any, Callable[..., Any]] = {}
-        compiled = partial(torch.compile, backend=self.backend, **self._options)
+        compiled = partial(torch.compile, **self._options)
         compiler = getattr(user_module, "_compile_with", compiled)
         for module in self.compiled.values():
             alike = type(module), repr(module), tuple(p.shape for p in module.parameters())

@@ -94,7 +94,7 @@ class DDPStrategy(ProcessGroupStrategy):
         """
         place = run.cluster
         assert place is not None
-        backend = self.process_group_backend or _default_backend(run.plan.accelerator.name)
+        backend = self.process_group_backend or _default_backend(run.device.type)
         dist.init_process_group(
             backend, store=run.store, rank=place.rank, world_size=place.size, timeout=self.timeout
         )
@@ -143,10 +143,12 @@ class DDPStrategy(ProcessGroupStrategy):
 
     @hookimpl
     def check_plan(self, plan: Plan) -> None:
-        accelerator = plan.accelerator.name
-        backend = self.process_group_backend or _default_backend(accelerator)
-        available = [name for name in _BACKENDS if plan.assumed or dist.is_backend_available(name)]
-        right = [name for name in available if name != "nccl" or accelerator == "cuda"]
+        accelerator = plan.accelerator.name  # the device's type, unless it is a user's own class
+        default = _default_backend(accelerator)
+        backend = self.process_group_backend or default
+        known = dict.fromkeys((default, *_BACKENDS))
+        available = [name for name in known if plan.assumed or dist.is_backend_available(name)]
+        right = [name for name in available if name == default or name != "nccl"]
         if backend not in right:
             hint = " or ".join(right) or "a torch built with a backend"
             raise UsageError(
@@ -297,5 +299,6 @@ def _without_compiler() -> Iterator[None]:
             del torch._dynamo  # torch imports it when something asks for it
 
 
-def _default_backend(accelerator: str) -> str:
-    return "nccl" if accelerator == "cuda" else "gloo"
+def _default_backend(device_type: str) -> str:
+    """Return torch's backend for a type of device; gloo for a type that torch does not know."""
+    return dist.Backend.default_device_backend_map.get(device_type, "gloo")
