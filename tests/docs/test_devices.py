@@ -87,10 +87,16 @@ def test_old_argument_is_refused_with_the_new_one(old):
 
 def test_priorities_of_the_page():
     from geartrain.builtin.cpu import CPUAccelerator
+    from geartrain_cuda import CUDAAccelerator
+    from geartrain_devices import NPUAccelerator, XPUAccelerator
     from geartrain_mps import MPSAccelerator
+    from geartrain_tpu import TPUAccelerator
 
-    (numbers,) = re.findall(r"cuda (\d+), mps (\d+), cpu (\d+)", PAGE)
-    assert [int(number) for number in numbers[1:]] == [
-        MPSAccelerator.priority,
-        CPUAccelerator.priority,
-    ]
+    assert dict(re.findall(r"\b([a-z]pu|cuda|mps) (\d+)[,\s]", PAGE)) == {
+        "tpu": str(TPUAccelerator.priority),
+        "cuda": str(CUDAAccelerator.priority),
+        "xpu": str(XPUAccelerator.priority),
+        "npu": str(NPUAccelerator.priority),
+        "mps": str(MPSAccelerator.priority),
+        "cpu": str(CPUAccelerator.priority),
+    }

@@ -136,7 +136,7 @@ def test_install_lines_name_geartrains_own_distributions():
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        ("accelerator", "tpu"),
+        ("accelerator", "hpu"),
         ("strategy", "colossalai"),
     ],
 )
