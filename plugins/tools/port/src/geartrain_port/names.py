@@ -211,7 +211,7 @@ SPELT = {
 OF_TRAINER_CALL = {
     "gpus": "devices=N with accelerator='gpu'; dp and ddp are strategies now: strategy='dp'",
     "num_gpus": "devices=N with accelerator='gpu'",
-    "tpu_cores": "nothing: no geartrain distribution drives TPUs",
+    "tpu_cores": "devices=N with accelerator='tpu', of geartrain-tpu",
     "num_processes": "devices=N with accelerator='cpu'",
     "distributed_backend": "strategy=NAME",
     "replace_sampler_ddp": "use_distributed_sampler=...",
