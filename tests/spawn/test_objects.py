@@ -340,3 +340,49 @@ def test_an_object_that_the_new_rank_lacks_is_an_error():
     changed.held = [changed.stray]
     with pytest.raises(TrainingError, match=r"has module.stray, which.*Fix: create the same"):
         restore(objects_of(fresh).by_name, changed_objects.state())
+
+
+class Strict:
+    """Raises for whatever asks it: as objects of libraries may, which a run only passes on."""
+
+    __slots__ = ("empty", "kept")
+
+    def __init__(self):
+        self.kept = [1]
+
+    def __getattr__(self, name):
+        raise TypeError(f"cannot make {name}")
+
+    @property
+    def __class__(self):
+        raise RuntimeError("outside of its context")
+
+    def __getstate__(self):
+        raise RuntimeError("is not to be copied")
+
+
+class StrictDict(dict):
+    def items(self):
+        raise RuntimeError("closed")
+
+    __iter__ = keys = values = items
+
+
+class StrictList(list):
+    def __iter__(self):
+        raise RuntimeError("closed")
+
+
+def test_objects_are_read_without_their_own_code():
+    def make(net):
+        net.things = [Strict(), StrictDict(a=[1]), StrictList([[1]])]
+
+    old, new = Net(make), Net(make)
+    objects = RankObjects(run_of(old), set)
+    strict, by_key, listed = old.things
+    strict.kept.append(2)
+    dict.__getitem__(by_key, "a").append(2)
+    listed[0].append(2)
+    restore(RankObjects(run_of(new), set).by_name, objects.state())
+    strict, by_key, listed = new.things
+    assert [strict.kept, dict.__getitem__(by_key, "a"), listed[0]] == [[1, 2]] * 3

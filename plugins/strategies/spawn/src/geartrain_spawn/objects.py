@@ -10,9 +10,10 @@ import sys
 from argparse import Namespace
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from enum import Enum
 from importlib.util import find_spec
-from types import SimpleNamespace
+from types import MemberDescriptorType, SimpleNamespace
 from typing import Any
 from zlib import crc32
 
@@ -116,15 +117,15 @@ class RankObjects:
 
         Numbers and strings of the user's are always saved: they may be times, or names of files.
         """
-        if isinstance(thing, torch.UntypedStorage):
+        if type(thing) is torch.UntypedStorage:
             return crc32(_memory(thing))
         if has_storage(thing):
             storage, *form = _form(thing)
             return id(storage), form
-        if isinstance(thing, _ARRAYS) and not thing.dtype.hasobject:
+        if _is(thing, _ARRAYS) and not thing.dtype.hasobject:
             return crc32(thing.tobytes()), thing.dtype, thing.shape
-        if isinstance(thing, dict):
-            names = [(key, self._names.get(id(value))) for key, value in thing.items()]
+        if _is(thing, dict):
+            names = [(key, self._names.get(id(value))) for key, value in dict.items(thing)]
             return names if all(type(key) is str and name for key, name in names) else None
         return None
 
@@ -184,9 +185,9 @@ class _Pickler(Pickler):
         return self._names.get(id(obj))
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, self._stays):
+        if _is(obj, self._stays):
             raise _Stays
-        if isinstance(obj, io.TextIOWrapper):  # cloudpickle would read it
+        if _is(obj, io.TextIOWrapper):  # cloudpickle would read it
             raise pickle.PicklingError("it is an open file")
         if _package(obj).startswith("geartrain"):
             raise pickle.PicklingError(f"it has an object of {type(obj).__qualname__}")
@@ -230,12 +231,12 @@ def reachable(run: Run, stays: tuple[type, ...] = ()) -> Iterator[tuple[str, Any
     seen: set[int] = set()
     while remaining:
         path, thing = remaining.popleft()
-        if isinstance(thing, _CONSTANTS) or id(thing) in seen:
+        if _is(thing, _CONSTANTS) or id(thing) in seen:
             continue
         seen.add(id(thing))
-        if not isinstance(thing, tuple):
+        if not _is(thing, tuple):
             yield path, thing
-        if not isinstance(thing, stays):
+        if not _is(thing, stays):
             remaining += [(f"{path}{label}", value) for label, value in _children(thing)]
 
 
@@ -247,12 +248,12 @@ def is_users(part: LoadedPlugin) -> bool:
 def _children(thing: Any) -> Iterator[tuple[str, Any]]:
     if has_storage(thing):
         yield " storage", thing.untyped_storage()
-    elif isinstance(thing, dict):
-        for number, (key, value) in enumerate(thing.items()):
+    elif _is(thing, dict):
+        for number, (key, value) in enumerate(dict.items(thing)):
             label = repr(key) if isinstance(key, _CONSTANTS) else f"#{number}"
             yield from ((f"[{label}]", value), (f" key {label}", key))
-    elif isinstance(thing, list | tuple | deque):
-        yield from ((f"[{index}]", value) for index, value in enumerate(thing))
+    elif _is(thing, (list, tuple, deque)):
+        yield from ((f"[{index}]", value) for index, value in enumerate(_items(thing)))
     elif _is_random(thing) and hasattr(thing, "bit_generator"):  # NumPy's
         yield " bits", thing.bit_generator
     yield from ((f".{name}", value) for name, value in _attributes(thing).items())
@@ -260,15 +261,32 @@ def _children(thing: Any) -> Iterator[tuple[str, Any]]:
 
 def _attributes(thing: Any) -> dict[str, Any]:
     """Return the attributes of a module and of a user's object, also those in ``__slots__``."""
-    if isinstance(thing, nn.Module):
+    if _is(thing, nn.Module):
         return {name: value for name, value in vars(thing).items() if name not in _HOOKS}
     package = _package(thing)
     is_users = package not in _LIBRARIES and not package.startswith("geartrain_")
-    if not is_users and not isinstance(thing, _NAMESPACES):
+    if not is_users and not _is(thing, _NAMESPACES):
         return {}
-    state = object.__getstate__(thing)
-    parts = state if isinstance(state, tuple) else (state,)
-    return {name: value for part in parts if part for name, value in part.items()}
+    # None of the object's own code runs, which object.__getstate__ would call for an empty slot.
+    found: dict[str, Any] = {}
+    with suppress(AttributeError):  # it has slots alone
+        found |= object.__getattribute__(thing, "__dict__")
+    for cls in reversed(type(thing).__mro__):
+        for name, slot in vars(cls).items() if "__slots__" in vars(cls) else ():
+            if isinstance(slot, MemberDescriptorType):
+                with suppress(AttributeError):  # it is empty
+                    found[name] = slot.__get__(thing)
+    return found
+
+
+def _is(thing: Any, classes: Any) -> bool:
+    """Do as ``isinstance``, which would ask the object for its class, and so run its code."""
+    return issubclass(type(thing), classes)
+
+
+def _items(thing: Any) -> list[Any]:
+    kind: Any = next(kind for kind in (list, tuple, deque, set) if _is(thing, kind))
+    return list(kind.__iter__(thing))
 
 
 def _package(thing: Any) -> str:
@@ -287,42 +305,42 @@ def has_storage(thing: Any) -> bool:
 
 def _content(thing: Any) -> Any:
     """Return what an object contains besides attributes; ``None`` if that is unknown."""
-    if isinstance(thing, torch.UntypedStorage):
+    if _is(thing, torch.UntypedStorage):
         return pickle.PickleBuffer(_memory(thing)) if thing.nbytes() else b""
     if has_storage(thing):
         return _form(thing)
-    if isinstance(thing, _ARRAYS):
+    if _is(thing, _ARRAYS):
         return thing.copy()
-    if isinstance(thing, dict):
-        return dict(thing)
-    if isinstance(thing, list | deque | set):
-        return list(thing)
+    if _is(thing, dict):
+        return dict(dict.items(thing))
+    if _is(thing, (list, deque, set)):
+        return _items(thing)
     return thing.__reduce__()[2] if _is_random(thing) else None
 
 
 def _fill(thing: Any, content: Any) -> None:
     """Let an object contain what :func:`_content` returned for another one."""
-    if isinstance(thing, torch.UntypedStorage):
+    if _is(thing, torch.UntypedStorage):
         if thing.nbytes() != len(content):
             thing.resize_(len(content))
         if content:
             thing.copy_(torch.frombuffer(content, dtype=torch.uint8).untyped_storage())
-    elif isinstance(thing, torch.Tensor):
+    elif _is(thing, torch.Tensor):
         (storage, dtype, *place, requires_grad), current = content, _form(thing)
         if current[0] is not storage or current[1:-1] != (dtype, *place):
             thing.data = torch.empty(0, dtype=dtype).set_(storage, *place)
         if thing.is_leaf:
             thing.requires_grad_(requires_grad)
-    elif isinstance(thing, _ARRAYS):
+    elif _is(thing, _ARRAYS):
         thing[...] = content
-    elif isinstance(thing, dict):
+    elif _is(thing, dict):
         thing.clear()
         for key, value in content.items():
             thing[key] = value
-    elif isinstance(thing, set):
+    elif _is(thing, set):
         thing.clear()
         thing.update(content)
-    elif isinstance(thing, list | deque):
+    elif _is(thing, (list, deque)):
         thing.clear()
         thing.extend(content)
     else:
