@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import threading
 from argparse import Namespace
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from copy import deepcopy
@@ -357,9 +358,6 @@ class Strict:
     def __class__(self):
         raise RuntimeError("outside of its context")
 
-    def __getstate__(self):
-        raise RuntimeError("is not to be copied")
-
 
 class StrictDict(dict):
     def items(self):
@@ -386,3 +384,25 @@ def test_objects_are_read_without_their_own_code():
     restore(RankObjects(run_of(new), set).by_name, objects.state())
     strict, by_key, listed = new.things
     assert [strict.kept, dict.__getitem__(by_key, "a"), listed[0]] == [[1, 2]] * 3
+
+
+class Connection:
+    """Opens a connection of its own in each process."""
+
+    def __init__(self):
+        self.number, self.lock = 1, threading.Lock()
+
+    def __getstate__(self):
+        return {}
+
+
+def test_an_object_that_pickles_itself_stays_as_it_is(recwarn):
+    def make(net):
+        net.connection, net.count = Connection(), 0
+
+    old, new = Net(make), Net(make)
+    objects = RankObjects(run_of(old), set)
+    old.connection.number, old.count = 2, 3
+    restore(RankObjects(run_of(new), set).by_name, objects.state())
+    assert (new.connection.number, new.count) == (1, 3)
+    assert not recwarn.list

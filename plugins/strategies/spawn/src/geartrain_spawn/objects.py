@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from enum import Enum
 from importlib.util import find_spec
-from types import MemberDescriptorType, SimpleNamespace
+from types import FunctionType, MemberDescriptorType, SimpleNamespace
 from typing import Any
 from zlib import crc32
 
@@ -34,6 +34,9 @@ _HOOKS -= {"training", "_parameters", "_buffers", "_modules", "_non_persistent_b
 #: Packages whose objects have no attributes of the user's, except those of these classes.
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "geartrain"}
 _NAMESPACES = (SimpleNamespace, Namespace, UserDict, UserList)
+#: A class with one of these decides what of an object is for another process, such as a connection
+#: to a database. So the object stays as it is in each process.
+_OWN = ("__getstate__", "__reduce__", "__reduce_ex__")
 
 #: The name of an object, and one of its attributes; ``""`` for its items, bytes or state.
 _Place = tuple[str, str]
@@ -266,6 +269,10 @@ def _attributes(thing: Any) -> dict[str, Any]:
     package = _package(thing)
     is_users = package not in _LIBRARIES and not package.startswith("geartrain_")
     if not is_users and not _is(thing, _NAMESPACES):
+        return {}
+    if any(
+        isinstance(vars(c).get(name), FunctionType) for c in type(thing).__mro__ for name in _OWN
+    ):
         return {}
     # None of the object's own code runs, which object.__getstate__ would call for an empty slot.
     found: dict[str, Any] = {}
