@@ -201,6 +201,8 @@ def test_ranks_get_the_variables_of_torch_tpu(eight_chips, monkeypatch, tmp_path
     assert {each["TORCH_TPU_TOPOLOGY"] for each in found} == {"2,2,1"}
     assert len({each["TORCH_TPU_SLICEBUILDER_ADDRESSES"] for each in found}) == 1
     assert len(found[0]["TORCH_TPU_SLICEBUILDER_ADDRESSES"].split(",")) == 4
+    with pytest.raises(UsageError, match=r"set up for 4 ranks. Fix: start 8 in a new process"):
+        trainer("tpu", devices=8, strategy="ddp_spawn").fit(MLP(), loader())
 
 
 def test_ranks_of_a_launcher_need_the_variables(eight_chips, monkeypatch):

@@ -88,6 +88,11 @@ class TPUAccelerator(TorchAccelerator):
                 _torch_tpu("distributed.distributed").set_tpu_launch_env(
                     nnodes=run.plan.num_nodes, nproc_per_node=count
                 )
+                # It keeps what the first run of this process has set.
+                ranks = os.environ[_VARIABLES[0]].count(",") + 1
+                if ranks != run.plan.processes:
+                    message = f"{run.plan.accelerator.label}: torch_tpu is set up for {ranks} ranks"
+                    raise UsageError(f"{message}. Fix: start {run.plan.processes} in a new process")
             elif missing:
                 message = f"{run.plan.accelerator.label}: the launcher's ranks have no {missing[0]}"
                 command = "python -m torch_tpu._internal.distributed.distributed"

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 #: The most elements that are copied: 16 MB in float32.
 _MOST_ELEMENTS = 4_000_000
@@ -31,13 +31,16 @@ def time_fused(
         stepper: takes an optimizer, and returns the function that steps it.
 
     Returns:
-        ``None`` if torch has no fused step for it, or the user has set ``fused`` or ``foreach``.
+        ``None`` if torch has no fused step for it, if it has no gradients, or if the user has set
+        ``fused`` or ``foreach``.
     """
-    if type(optimizer) not in (SGD, Adagrad, Adam, AdamW) or any(
+    if type(optimizer) not in (SGD, Adam, AdamW) or any(
         group.get(name) is not None
         for group in optimizer.param_groups
         for name in ("fused", "foreach")
     ):
+        return None
+    if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
         return None
     try:
         steps = [stepper(_copy(optimizer, fused)) for fused in (None, True)]
