@@ -71,10 +71,11 @@ def _of_device(device: torch.device, every: bool) -> list[tuple[Any, Any]]:
     if device.type == "cpu":
         return []
     module: Any = torch.get_device_module(device)
-    generators = getattr(module, "default_generators", ())  # none on mps
+    generators = getattr(module, "default_generators", ())
+    if not generators and hasattr(module, "get_rng_state"):  # as torch.mps
+        return [(module.get_rng_state, module.set_rng_state)]
     chosen = generators if every else generators[device.index or 0 :][:1]
-    functions = [(generator.get_state, generator.set_state) for generator in chosen]
-    return functions or [(module.get_rng_state, module.set_rng_state)]
+    return [(generator.get_state, generator.set_state) for generator in chosen]
 
 
 @contextmanager
