@@ -232,7 +232,7 @@ def test_fast_dev_run_needs_no_other_limits():
         ("auto_select_gpus", "find_usable_cuda_devices"),
         ("enable_checkpointing", "ModelCheckpoint"),
         ("resume_from_checkpoint", "ckpt_path="),
-        ("tpu_cores", "TPU"),
+        ("tpu_cores", "tpu"),
     ],
 )
 def test_lightnings_old_names_are_answered_with_the_new_one(old, new):

@@ -211,8 +211,10 @@ def backend(planned):
             "init_process_group",
             lambda backend, **options: asked.append(backend),
         )
+        device = torch.device(planned.plan.accelerator.name)
+        cluster = SimpleNamespace(rank=0, size=8)
         planned.strategy.init_dist_connection(
-            SimpleNamespace(plan=planned.plan, cluster=SimpleNamespace(rank=0, size=8), store=None)
+            SimpleNamespace(plan=planned.plan, device=device, cluster=cluster, store=None)
         )
     (found,) = asked
     return found
