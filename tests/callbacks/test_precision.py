@@ -24,11 +24,13 @@ from small_models import (
     trainer,
     weights,
 )
+from threads import on_threads
 from torch import nn
 from torch.utils.data import DataLoader
 
 import geartrain as gt
 from geartrain import UsageError, hookimpl
+from geartrain_callbacks.precision import ScaledPrecision
 
 ADAM = partial(torch.optim.Adam, lr=0.01)
 TRUE = {"64-true": torch.float64, "bf16-true": torch.bfloat16}
@@ -545,3 +547,17 @@ def test_a_checkpoint_of_another_precision_loads(tmp_path):
     stored = torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)["model"]
     for name, tensor in weights(net).items():
         assert torch.equal(tensor, stored[name].double())
+
+
+def test_a_copy_that_was_never_set_up_takes_the_scale():
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    never = ScaledPrecision()
+    never.load_state_dict(scaler.state_dict())
+    assert never.state_dict()["scale"] == 2.0
+
+
+def test_two_fits_on_ranks():
+    runner = on_threads(2, precision="16-mixed", max_epochs=1, enable_progress_bar=False)[0]
+    for _ in range(2):
+        runner.fit(Net(), loader(batch_size=2))
+    assert runner.global_step

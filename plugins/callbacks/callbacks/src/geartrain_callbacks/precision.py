@@ -227,8 +227,11 @@ class ScaledPrecision(MixedPrecision):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with this scale."""
-        if state:
-            self._scaler.load_state_dict(state)
+        if not state:
+            return
+        if not hasattr(self, "_scaler"):  # a copy, of which another one has trained
+            self._scaler = torch.amp.GradScaler("cpu")
+        self._scaler.load_state_dict(state)
 
     def _note(self, optimizer: Optimizer, *_: Any) -> None:
         """Note a call of ``optimizer.step``.
